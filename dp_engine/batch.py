@@ -1,0 +1,49 @@
+"""The contract between scheduler and model runner: what one rank computes in one step."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vote.decision import StepType
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Sampling parameters of the B sequences of a batch, one entry each.
+
+    temperature, top_p: float32; top_k: int32 (0: off); seed: uint64; position: int64, the index that the new token will
+    have in its sequence (prompt included).
+    """
+
+    temperature: np.ndarray
+    top_p: np.ndarray
+    top_k: np.ndarray
+    seed: np.ndarray
+    position: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B sequences with T query tokens in all, grouped by sequence in order. B and T may be 0 (placeholder step).
+
+    input_ids, positions, slots: int64 [T]; a slot is block * block_size + offset, where the token's KV goes.
+    seqlens_q: int32 [B], sums to T. seqlens_k: int32 [B], KV length of the sequence after this step (>= seqlens_q).
+    block_tables: int32 [B, W], W = most blocks of any sequence here; unused entries are 0, the null block.
+    Every sequence yields exactly one token, drawn at its last query position.
+    """
+
+    step_type: StepType
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    seqlens_q: np.ndarray
+    seqlens_k: np.ndarray
+    block_tables: np.ndarray
+    sampling: SamplingBatch
+
+    def __len__(self) -> int:
+        return len(self.seqlens_q)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)

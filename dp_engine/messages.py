@@ -1,0 +1,160 @@
+"""What router and ranks say to each other: msgpack with a schema, no pickle.
+
+Every message is one ZMQ frame. Structs are arrays on the wire, tagged by name; a frame that does not parse raises
+`msgspec.ValidationError` (or `DecodeError`), which the receiver counts and drops.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How a request's tokens are drawn and when it ends.
+
+    A token depends on the logits, `seed` and its position alone, so a preempted or resubmitted request repeats itself.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch these off.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class Histogram(msgspec.Struct, array_like=True):
+    """Cumulative since the rank's start: count and sum of seconds, and counts per bucket (`BALLOT_BUCKETS_S`, +Inf)."""
+
+    count: int
+    total: float
+    buckets: list[int]
+
+
+BALLOT_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """State and counters of a rank. Counters are cumulative since the rank's start."""
+
+    running: int
+    waiting: int
+    used_blocks: int
+    num_blocks: int  # without the null block
+    prefill_steps: int
+    decode_steps: int
+    idle_sleeps: int
+    placeholder_steps: int  # steps this rank ran with nothing scheduled
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    bad_messages: int
+    ballots: Histogram
+
+
+# ---- rank -> router
+
+
+class Hello(Message, frozen=True):
+    """First message of a rank, sent when it is loaded and in the gang. Nothing is sent to a rank before its Hello."""
+
+    protocol: int
+    launch_id: str
+    epoch: int
+    rank: int
+    world_size: int
+    pid: int
+    num_blocks: int
+    max_model_len: int
+
+
+class Output(Message, frozen=True):
+    """Tokens of one step: `tokens[i]` belongs to `request_ids[i]`. A request that ends is in `finished` once, with its
+    last token (if any) in the same message. Reasons: stop, length, abort, prompt_length_exceeded,
+    insufficient_system_resource.
+    """
+
+    step: int
+    request_ids: list[int]
+    tokens: list[int]
+    finished: list[tuple[int, str]]
+    report: Report | None = None
+
+
+class Rejected(Message, frozen=True):
+    """A request the rank can never run, with the reason."""
+
+    request_id: int
+    reason: str
+
+
+class LogLine(Message, frozen=True):
+    """A line of the rank's log for the launcher's terminal."""
+
+    level: int
+    text: str
+
+
+class Goodbye(Message, frozen=True):
+    """Last message of a rank. `error` is empty after an orderly stop."""
+
+    rank: int
+    error: str
+
+
+# ---- router -> rank
+
+
+class Welcome(Message, frozen=True):
+    """Answer to Hello: the router counts on this rank from now on."""
+
+    launch_id: str
+
+
+class Add(Message, frozen=True):
+    """A new request. `request_id` is the router's own and unique for the life of the gang.
+
+    `wake` numbers the router's wake-ups: whoever hands work to one rank sends the same number to all others (`Wake`).
+    `prompt` are token ids; the last `num_emitted` of them were generated in an earlier life of the request.
+    """
+
+    wake: int
+    request_id: int
+    prompt: list[int]
+    sampling: Sampling
+    num_emitted: int = 0
+
+
+class Wake(Message, frozen=True):
+    """Some other rank has got work."""
+
+    wake: int
+
+
+class Abort(Message, frozen=True):
+    """Forget these requests. Unknown ids are ignored (they may have ended meanwhile)."""
+
+    request_ids: list[int]
+
+
+class Shutdown(Message, frozen=True):
+    """Leave the step loop. Sent to all ranks; they leave together at the same step."""
+
+    wake: int
+
+
+ToRank: TypeAlias = Welcome | Add | Wake | Abort | Shutdown
+ToRouter: TypeAlias = Hello | Output | Rejected | LogLine | Goodbye
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+decode_to_router = msgspec.msgpack.Decoder(ToRouter).decode

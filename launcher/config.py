@@ -1,0 +1,124 @@
+"""The one configuration schema: YAML files, `--set key=value`, the CLI's flags and the docs all come from it."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dp_engine.config import EngineConfig
+from ep.config import ExpertConfig
+from vote.config import VoteConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is one line for the user."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServerConfig(_Section):
+    """The HTTP front."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on. Loopback unless told otherwise.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    model_name: str | None = Field(None, description="Name in the API; default: the model directory's name.")
+    max_body_mib: float = Field(8.0, gt=0, description="Larger request bodies are answered 413.")
+
+
+class RouterConfig(_Section):
+    """Spreading requests over ranks."""
+
+    host: str | None = Field(None, description="Address ranks connect to; default: loopback, or this node's in a cluster.")
+    max_inflight: int = Field(4096, ge=1, description="Requests in flight on all ranks; more are answered 429.")
+
+
+class RanksConfig(_Section):
+    """What one rank gets from its node."""
+
+    cpus: float = Field(1.0, gt=0, description="CPUs reserved per rank (Ray).")
+    gpus: float = Field(0.0, ge=0, description="GPUs reserved per rank (Ray).")
+    threads: int | None = Field(None, ge=1, description="Compute threads per rank; default: cores of the node / ranks on it.")
+
+
+class RayConfig(_Section):
+    """Where the ranks are placed."""
+
+    address: str | None = Field(None, description="Running Ray cluster to join; default: start a local one.")
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field("PACK", description="Placement of ranks.")
+    placement_timeout_s: float = Field(60.0, gt=0, description="Longest wait for the ranks' resources.")
+    start_timeout_s: float = Field(600.0, gt=0, description="Longest wait from placement to the last rank's first word.")
+
+
+class DeploymentConfig(_Section):
+    """One deployment: a model, its ranks and the front."""
+
+    model: str = Field("demo", description="Checkpoint directory (Hugging Face layout), or `demo`.")
+    dp: int = Field(2, ge=1, description="Data-parallel ranks.")
+    server: ServerConfig = ServerConfig()
+    engine: EngineConfig = EngineConfig()
+    vote: VoteConfig = VoteConfig()
+    experts: ExpertConfig = ExpertConfig()
+    router: RouterConfig = RouterConfig()
+    ranks: RanksConfig = RanksConfig()
+    ray: RayConfig = RayConfig()
+
+
+def load_config(path: Path | None, overrides: list[str] | None = None, **flags: Any) -> DeploymentConfig:
+    """Merge a YAML file, `key=value` overrides (dotted keys, YAML values) and flags, in rising order of precedence.
+
+    Flags are given with `__` for dots (`server__port=80`); None means "not given". Raises ConfigError.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read config {path}: {error.strerror or error}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"config {path} is not YAML: {' '.join(str(error).split())}") from None
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"config {path} must be a mapping of settings, not {type(loaded).__name__}")
+        tree = loaded or {}
+    for override in overrides or []:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set wants key=value, got {override!r}")
+        try:
+            _assign(tree, key.split("."), yaml.safe_load(text))
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {key}: value {text!r} is not YAML") from None
+    for key, value in flags.items():
+        if value is not None:
+            _assign(tree, key.split("__"), value)
+    try:
+        return DeploymentConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_first_error(error)) from None
+
+
+def _assign(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        child = tree.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"setting {name!r} is no section, so {'.'.join(path)} cannot be set")
+        tree = child
+    tree[path[-1]] = value
+
+
+def _first_error(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown setting {key!r}"
+    return f"setting {key!r}: {first['msg']} (got {first['input']!r})"
+
+
+def cache_dir() -> Path:
+    """The user's cache folder of phalanx (`$PHALANX_CACHE`, else `$XDG_CACHE_HOME/phalanx`, else ~/.cache/phalanx)."""
+    if explicit := os.environ.get("PHALANX_CACHE"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"

@@ -1,0 +1,24 @@
+"""Settings of the vote. Every field must be equal on all ranks; `vote.settings` compares them before the first step."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class VoteConfig(BaseModel):
+    """How the ranks decide on a step, and how long they wait for each other."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    decision: Literal["adaptive", "cadence"] = Field(
+        "adaptive",
+        description="adaptive: a waiting prefill is granted as soon as the share of prefill steps allows; "
+        "cadence: ALL and ANY points at fixed intervals, as DeepInfer publishes them.",
+    )
+    all_interval: int = Field(70, ge=1, description="cadence: decode steps between two ALL points.")
+    any_interval: int = Field(100, ge=1, description="cadence: decode steps between two ANY points.")
+    fast_path: bool = Field(True, description="cadence: grant any prefill at once while no rank has decode work.")
+    decode_steps_per_prefill: int = Field(
+        2, ge=1, description="adaptive: decode steps that must lie between two prefill steps granted to some ranks only."
+    )
+    control_timeout_s: float = Field(30.0, gt=0, description="Longest wait for a ballot or a data collective.")
