@@ -22,6 +22,6 @@ class EngineConfig(BaseModel):
     kv_watermark: float = Field(0.9, gt=0, le=1, description="No prefill is wanted while more of the pool is in use.")
     preemption: Literal["terminate", "recompute"] = Field(
         "terminate",
-        description="When blocks run out, the oldest sequence ends (insufficient_system_resource) or is computed again.",
+        description="When blocks run out the oldest sequence ends (insufficient_system_resource) or starts again.",
     )
-    max_preemptions: int = Field(8, ge=0, description="recompute: times a sequence is preempted before it is terminated.")
+    max_preemptions: int = Field(8, ge=0, description="recompute: preemptions of a sequence before it is terminated.")

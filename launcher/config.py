@@ -32,7 +32,7 @@ class ServerConfig(_Section):
 class RouterConfig(_Section):
     """Spreading requests over ranks."""
 
-    host: str | None = Field(None, description="Address ranks connect to; default: loopback, or this node's in a cluster.")
+    host: str | None = Field(None, description="Address for ranks; default: loopback; in a cluster the node's.")
     max_inflight: int = Field(4096, ge=1, description="Requests in flight on all ranks; more are answered 429.")
 
 
@@ -41,16 +41,16 @@ class RanksConfig(_Section):
 
     cpus: float = Field(1.0, gt=0, description="CPUs reserved per rank (Ray).")
     gpus: float = Field(0.0, ge=0, description="GPUs reserved per rank (Ray).")
-    threads: int | None = Field(None, ge=1, description="Compute threads per rank; default: cores of the node / ranks on it.")
+    threads: int | None = Field(None, ge=1, description="Threads per rank; default: node's cores / ranks on it.")
 
 
 class RayConfig(_Section):
     """Where the ranks are placed."""
 
     address: str | None = Field(None, description="Running Ray cluster to join; default: start a local one.")
-    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field("PACK", description="Placement of ranks.")
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field("PACK", description="Placement.")
     placement_timeout_s: float = Field(60.0, gt=0, description="Longest wait for the ranks' resources.")
-    start_timeout_s: float = Field(600.0, gt=0, description="Longest wait from placement to the last rank's first word.")
+    start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for the ranks to load and report.")
 
 
 class DeploymentConfig(_Section):

@@ -19,6 +19,6 @@ class VoteConfig(BaseModel):
     any_interval: int = Field(100, ge=1, description="cadence: decode steps between two ANY points.")
     fast_path: bool = Field(True, description="cadence: grant any prefill at once while no rank has decode work.")
     decode_steps_per_prefill: int = Field(
-        2, ge=1, description="adaptive: decode steps that must lie between two prefill steps granted to some ranks only."
+        2, ge=1, description="adaptive: decode steps between two prefill steps that only some ranks want."
     )
     control_timeout_s: float = Field(30.0, gt=0, description="Longest wait for a ballot or a data collective.")

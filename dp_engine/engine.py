@@ -1,0 +1,130 @@
+"""The step loop of a rank."""
+
+import logging
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from dp_engine.batch import Batch
+from dp_engine.link import Link
+from dp_engine.messages import BALLOT_BUCKETS_S, Abort, Add, Histogram, Output, Rejected, Report, Shutdown, ToRank, Wake
+from dp_engine.runner import ModelRunner
+from dp_engine.scheduler import PhasedScheduler, Refused, StepOutput
+from ep.dispatch import CollectiveFailed
+from vote.decision import StepType
+from vote.protocol import Agreement, StepProtocol
+
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.25
+
+
+@dataclass
+class StepCounters:
+    """Cumulative since the rank's start; `Report` says what they mean."""
+
+    steps: dict[StepType, int] = field(default_factory=lambda: dict.fromkeys(StepType, 0))
+    placeholder_steps: int = 0
+    idle_sleeps: int = 0
+    ballots: Histogram = field(default_factory=lambda: Histogram(0, 0.0, [0] * (len(BALLOT_BUCKETS_S) + 1)))
+
+    def count_ballot(self, seconds: float) -> None:
+        self.ballots.count += 1
+        self.ballots.total += seconds
+        self.ballots.buckets[bisect_left(BALLOT_BUCKETS_S, seconds)] += 1
+
+    def count_step(self, batch: Batch) -> None:
+        self.steps[batch.step_type] += 1
+        self.placeholder_steps += not len(batch)
+
+
+class Engine:
+    """Votes, schedules, computes, settles; one step after the other, until all ranks were asked to stop."""
+
+    def __init__(
+        self,
+        link: Link,
+        protocol: StepProtocol,
+        scheduler: PhasedScheduler,
+        runner: ModelRunner,
+        counters: StepCounters,
+    ) -> None:
+        self._link = link
+        self._protocol = protocol
+        self._scheduler = scheduler
+        self._runner = runner
+        self._counters = counters
+        self._reported_at = 0.0
+
+    def run(self) -> None:
+        """Raises vote.errors.LockstepBroken, or whatever a step of this rank raises."""
+        while True:
+            for message in self._link.drain():
+                self._receive(message)
+            agreement = self._protocol.agree(self._scheduler.facts(), self._scheduler.try_prefill)
+            if agreement.stop:
+                return
+            if agreement.compute:
+                self._step(agreement)
+            elif agreement.sleep:
+                self._sleep()
+
+    def _step(self, agreement: Agreement) -> None:
+        batch = self._scheduler.take(agreement.step_type)  # may be empty
+        try:
+            tokens = self._runner.run(batch)  # enters every collective, batch empty or not
+        except CollectiveFailed as error:
+            self._protocol.broken(error, str(error))
+        self._counters.count_step(batch)
+        self._send(agreement.step, self._scheduler.settle(tokens))
+
+    def _send(self, step: int, output: StepOutput) -> None:
+        now = time.monotonic()
+        report = None
+        if now - self._reported_at >= REPORT_INTERVAL_S:
+            self._reported_at = now
+            report = self._report()
+        if output.request_ids or output.finished or report:
+            self._link.send(Output(step, output.request_ids, output.tokens, output.finished, report))
+
+    def _sleep(self) -> None:
+        """All ranks agreed that nobody has work: block until the next message. No collective, no timer."""
+        self._scheduler.check_integrity()
+        self._counters.idle_sleeps += 1
+        self._link.send(Output(self._protocol.clock.step, [], [], [], self._report()))
+        self._link.wait()
+
+    def _receive(self, message: ToRank) -> None:
+        match message:
+            case Add():
+                self._scheduler.wake = max(self._scheduler.wake, message.wake)
+                try:
+                    self._scheduler.add(message)
+                except Refused as error:
+                    self._link.send(Rejected(message.request_id, str(error)))
+            case Wake():
+                self._scheduler.wake = max(self._scheduler.wake, message.wake)
+            case Abort():
+                for request_id in message.request_ids:
+                    self._scheduler.abort(request_id)
+            case Shutdown():
+                self._scheduler.wake = max(self._scheduler.wake, message.wake)
+                self._scheduler.wants_stop = True
+
+    def _report(self) -> Report:
+        scheduler, counters = self._scheduler, self._counters
+        return Report(
+            running=scheduler.num_running,
+            waiting=scheduler.num_unfinished - scheduler.num_running,
+            used_blocks=scheduler.pool.num_used,
+            num_blocks=scheduler.pool.capacity,
+            prefill_steps=counters.steps[StepType.PREFILL],
+            decode_steps=counters.steps[StepType.DECODE],
+            idle_sleeps=counters.idle_sleeps,
+            placeholder_steps=counters.placeholder_steps,
+            prompt_tokens=scheduler.counters.prompt_tokens,
+            generated_tokens=scheduler.counters.generated_tokens,
+            preemptions=scheduler.counters.preemptions,
+            bad_messages=self._link.bad_messages,
+            ballots=counters.ballots,
+        )

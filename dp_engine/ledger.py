@@ -1,0 +1,141 @@
+"""Ledgers of the sequences that hold blocks: one row each, one array per field.
+
+Arrays, because the step's path must not loop over all running sequences in Python: a decode step reads and writes these
+by row index, and only sequences that change (grow by a block, end, are preempted) cost Python.
+"""
+
+import numpy as np
+
+from dp_engine.batch import Batch, SamplingBatch
+from dp_engine.blocks import NULL_BLOCK
+from dp_engine.sequence import Sequence
+from vote.decision import StepType
+
+
+def blocks_for(length: np.ndarray | int, block_size: int) -> np.ndarray | int:
+    """ceil(length / block_size), length the optimistic number of tokens."""
+    return -(-length // block_size)
+
+
+class Ledgers:
+    """Rows are handed out by `open` and given back by `close`; the scheduler is the only writer."""
+
+    def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
+        self._block_size = block_size
+        self.max_blocks = int(blocks_for(max_model_len, block_size))
+        self._columns: dict[str, tuple[type, tuple[int, ...]]] = {
+            "request_id": (np.int64, ()),
+            "length": (np.int32, ()),  # committed tokens
+            "num_tokens": (np.int32, ()),  # tokens whose KV is computed
+            "output_len": (np.int32, ()),  # committed tokens that were generated
+            "stop_len": (np.int32, ()),
+            "num_blocks": (np.int32, ()),
+            "temperature": (np.float32, ()),
+            "top_p": (np.float32, ()),
+            "top_k": (np.int32, ()),
+            "seed": (np.uint64, ()),
+            "ignore_eos": (np.bool_, ()),
+            "has_stop_ids": (np.bool_, ()),
+            "tokens": (np.int32, (max_model_len + 1,)),  # untouched pages cost nothing
+            "block_table": (np.int32, (self.max_blocks,)),
+        }
+        self.request_id: np.ndarray
+        self.length: np.ndarray
+        self.num_tokens: np.ndarray
+        self.output_len: np.ndarray
+        self.stop_len: np.ndarray
+        self.num_blocks: np.ndarray
+        self.temperature: np.ndarray
+        self.top_p: np.ndarray
+        self.top_k: np.ndarray
+        self.seed: np.ndarray
+        self.ignore_eos: np.ndarray
+        self.has_stop_ids: np.ndarray
+        self.tokens: np.ndarray
+        self.block_table: np.ndarray
+        for name, (dtype, shape) in self._columns.items():
+            setattr(self, name, np.zeros((rows, *shape), dtype))
+        self.owner: list[Sequence | None] = [None] * rows
+        self._free = list(range(rows - 1, -1, -1))
+
+    def open(self, seq: Sequence) -> int:
+        """Give `seq` a row and fill in everything but its blocks."""
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        length = len(seq.tokens)
+        self.owner[row] = seq
+        self.request_id[row] = seq.request_id
+        self.length[row] = length
+        self.num_tokens[row] = 0
+        self.output_len[row] = length - seq.prompt_len
+        self.stop_len[row] = seq.stop_len
+        self.num_blocks[row] = 0
+        self.temperature[row] = seq.sampling.temperature
+        self.top_p[row] = seq.sampling.top_p
+        self.top_k[row] = seq.sampling.top_k
+        self.seed[row] = seq.sampling.seed
+        self.ignore_eos[row] = seq.sampling.ignore_eos
+        self.has_stop_ids[row] = bool(seq.stop_token_ids)
+        self.tokens[row, :length] = seq.tokens
+        seq.row = row
+        return row
+
+    def close(self, seq: Sequence) -> None:
+        """Take the row back; the sequence keeps its committed tokens. Its blocks are the caller's to free."""
+        row = seq.row
+        seq.tokens = self.tokens[row, : self.length[row]].copy()
+        seq.row = -1
+        self.owner[row] = None
+        self.num_blocks[row] = 0
+        self._free.append(row)
+
+    def blocks_of(self, row: int) -> np.ndarray:
+        return self.block_table[row, : self.num_blocks[row]]
+
+    def append_blocks(self, row: int, blocks: np.ndarray) -> None:
+        have = int(self.num_blocks[row])
+        self.block_table[row, have : have + len(blocks)] = blocks
+        self.num_blocks[row] = have + len(blocks)
+
+    def seq_of(self, row: int) -> Sequence:
+        seq = self.owner[row]
+        assert seq is not None
+        return seq
+
+    def batch(self, step_type: StepType, rows: np.ndarray, seqlens_q: np.ndarray) -> Batch:
+        """The next `seqlens_q[i]` tokens of each row; their KV blocks are there already."""
+        computed = self.num_tokens[rows]
+        owner = np.repeat(rows, seqlens_q)
+        starts = np.cumsum(seqlens_q) - seqlens_q
+        positions = np.arange(len(owner)) + np.repeat(computed - starts, seqlens_q)
+        blocks = self.block_table[owner, positions // self._block_size]
+        width = int(self.num_blocks[rows].max(initial=0))
+        tables = self.block_table[rows, :width]  # a copy
+        tables[np.arange(width) >= self.num_blocks[rows][:, None]] = NULL_BLOCK
+        return Batch(
+            step_type=step_type,
+            input_ids=self.tokens[owner, positions].astype(np.int64),
+            positions=positions.astype(np.int64),
+            slots=blocks.astype(np.int64) * self._block_size + positions % self._block_size,
+            seqlens_q=seqlens_q,
+            seqlens_k=(computed + seqlens_q).astype(np.int32),
+            block_tables=tables,
+            sampling=SamplingBatch(
+                temperature=self.temperature[rows],
+                top_p=self.top_p[rows],
+                top_k=self.top_k[rows],
+                seed=self.seed[rows],
+                position=(computed + seqlens_q).astype(np.int64),
+            ),
+        )
+
+    def _grow(self) -> None:
+        rows = len(self.owner)
+        for name in self._columns:
+            column = getattr(self, name)
+            larger = np.zeros((2 * rows, *column.shape[1:]), column.dtype)
+            larger[:rows] = column
+            setattr(self, name, larger)
+        self.owner.extend([None] * rows)
+        self._free.extend(range(2 * rows - 1, rows - 1, -1))

@@ -1,0 +1,132 @@
+"""The process of one rank: joins the gang, checks itself against the others, loads, and runs the step loop."""
+
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dp_engine import messages
+from dp_engine.engine import Engine, StepCounters
+from dp_engine.kv_cache import num_blocks_for
+from dp_engine.link import Link, LinkHandler
+from dp_engine.model_config import ModelConfig
+from dp_engine.runner import ModelRunner
+from dp_engine.scheduler import PhasedScheduler
+from dp_engine.spec import RankSpec
+from ep.dispatch import make_dispatcher
+from ep.placement import ExpertPlacement
+from vote.ballot import PROTOCOL_VERSION
+from vote.errors import VoteError
+from vote.group import connect_groups
+from vote.protocol import StepProtocol
+from vote.settings import Settings, compare_settings, digest, wait_for_keys
+from vote.witness import Witness
+
+log = logging.getLogger(__name__)
+
+
+def run_rank(spec: RankSpec, store: dist.Store | None) -> None:
+    """Join, load, serve until shut down. `store`: the gang's rendezvous (None for a gang of one).
+
+    Raises what ended the rank: vote.errors.VoteError, CheckpointError, or the exception of a step.
+    """
+    torch.set_num_threads(spec.threads)
+    link = Link(spec.router_endpoint, spec.rank, spec.keys)
+    _log_to(link)
+    witness = Witness(store, spec.rank, spec.world_size)
+    try:
+        engine = _join(spec, store, link, witness)
+        engine.run()
+    except VoteError as error:
+        link.send(messages.Goodbye(spec.rank, str(error)))
+        raise
+    except BaseException as error:
+        words = f"{type(error).__name__}: {error}"
+        witness.last_words(words)
+        link.send(messages.Goodbye(spec.rank, words))
+        raise
+    else:
+        link.send(messages.Goodbye(spec.rank, ""))
+    finally:
+        link.close()
+
+
+def gang_settings(spec: RankSpec, config: ModelConfig, checkpoint_digest: str, num_blocks: int) -> Settings:
+    """What must be equal on all ranks, by name. The names appear in the error if it is not."""
+    settings = {
+        "protocol": f"{PROTOCOL_VERSION}.{messages.PROTOCOL_VERSION}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "launch": spec.launch_id,
+        "epoch": str(spec.epoch),
+        "world_size": str(spec.world_size),
+        "checkpoint": checkpoint_digest,
+        "max_model_len": str(config.max_model_len),
+        "kv_blocks": str(num_blocks),
+    }
+    for section in ("engine", "vote", "experts"):
+        for name, value in getattr(spec, section).model_dump().items():
+            settings[f"{section}.{name}"] = str(value)
+    return settings
+
+
+def _join(spec: RankSpec, store: dist.Store | None, link: Link, witness: Witness) -> Engine:
+    """Check the settings before anything is loaded, load, wait for the slowest, warm up, say Hello."""
+    device = _device()
+    config = ModelConfig.load(Path(spec.model_dir), spec.engine)
+    num_blocks = num_blocks_for(config, spec.engine)
+    settings = gang_settings(spec, config, config.digest, num_blocks)
+    if store is not None:
+        compare_settings(store, spec.rank, spec.world_size, settings, spec.start_timeout_s)
+    control, data = connect_groups(
+        store, spec.rank, spec.world_size, data_backend="nccl" if device.type == "cuda" else "gloo",
+        timeout_s=spec.vote.control_timeout_s,
+    )  # fmt: skip
+    placement = ExpertPlacement.contiguous(config.num_experts, spec.world_size)
+    dispatcher = make_dispatcher(spec.experts.backend, placement, spec.rank, data)
+    started = time.monotonic()
+    runner = ModelRunner.load(Path(spec.model_dir), spec.engine, placement, dispatcher, device, log.info)
+    log.info("loaded in %.1f s on %s, %d threads", time.monotonic() - started, device, spec.threads)
+    if store is not None:
+        store.set(f"loaded/{spec.rank}", "")
+        keys = {rank: f"loaded/{rank}" for rank in range(spec.world_size)}
+        wait_for_keys(store, keys, spec.start_timeout_s, "the end of loading")
+    runner.warm_up()
+    counters = StepCounters()
+    protocol = StepProtocol(
+        control, spec.vote, witness, settings=digest(settings), epoch=spec.epoch,
+        count_collectives=lambda: runner.num_collectives, on_ballot=counters.count_ballot,
+    )  # fmt: skip
+    scheduler = PhasedScheduler(spec.engine, num_blocks, config.max_model_len, config.eos_token_ids)
+    link.send(
+        messages.Hello(
+            protocol=messages.PROTOCOL_VERSION,
+            launch_id=spec.launch_id,
+            epoch=spec.epoch,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            pid=os.getpid(),
+            num_blocks=num_blocks,
+            max_model_len=config.max_model_len,
+        )
+    )
+    return Engine(link, protocol, scheduler, runner, counters)
+
+
+def _device() -> torch.device:
+    """The one GPU Ray gave this process, else the CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
+    return torch.device("cpu")
+
+
+def _log_to(link: Link) -> None:
+    """Everything from INFO goes to the launcher, which puts the rank's name before it."""
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.handlers = [LinkHandler(link)]

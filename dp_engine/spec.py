@@ -1,0 +1,26 @@
+"""What a rank is told when it starts. Free of torch, since the launcher builds it."""
+
+from dataclasses import dataclass
+
+from dp_engine.config import EngineConfig
+from dp_engine.link import LinkKeys
+from ep.config import ExpertConfig
+from vote.config import VoteConfig
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Everything a rank is told. All but `rank` and `threads` is the same for the whole gang."""
+
+    rank: int
+    world_size: int
+    epoch: int
+    launch_id: str
+    router_endpoint: str
+    keys: LinkKeys
+    model_dir: str
+    engine: EngineConfig
+    vote: VoteConfig
+    experts: ExpertConfig
+    start_timeout_s: float
+    threads: int

@@ -1,0 +1,141 @@
+"""A running deployment: guardian, Ray, router and gang, started and stopped as one."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from launcher.config import ConfigError, DeploymentConfig
+from launcher.guardian import Guardian
+from launcher.keys import LaunchKeys
+from launcher.ray_session import RaySession
+from launcher.router import GangDown, OnLog, Router
+
+if TYPE_CHECKING:
+    from launcher.gang import Gang
+
+SHUTDOWN_S = 4.0  # for ranks to leave their loop together before they are killed
+EPOCH = 1  # of the first gang
+
+
+class DeploymentFailed(RuntimeError):
+    """The ranks did not come up, or ended unasked; the message names the rank and says why."""
+
+
+class Deployment:
+    """Async context manager; inside it `router` takes requests. Everything it started is gone after it.
+
+    `say` gets one short line per stage of the start; `on_log` the ranks' log lines.
+    """
+
+    def __init__(
+        self, config: DeploymentConfig, model_dir: Path, *, say: Callable[[str], None], on_log: OnLog
+    ) -> None:
+        self._config = config
+        self._model_dir = model_dir
+        self._say = say
+        self._on_log = on_log
+        self._stack = contextlib.AsyncExitStack()
+        self._ended: asyncio.Task[str] | None = None
+        self.router: Router
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def died(self) -> str:
+        """Wait until the gang ends unasked; returns who ended and why. Open requests have failed by then."""
+        assert self._ended is not None
+        return await asyncio.shield(self._ended)
+
+    async def _start(self) -> None:
+        cfg = self._config
+        if cfg.ray.address is None:
+            guardian = Guardian()
+            self._stack.push_async_callback(asyncio.to_thread, guardian.release)
+        self._say("joining Ray" if cfg.ray.address else "starting Ray")
+        session = RaySession(cfg.ray)
+        await asyncio.to_thread(session.__enter__)
+        self._stack.push_async_callback(asyncio.to_thread, session.__exit__, None, None, None)
+        from launcher.gang import Gang  # imports ray, which reads its environment then
+
+        self._say(f"placing {cfg.dp} rank(s)")
+        gang = Gang(cfg, self._model_dir, EPOCH)
+        self._stack.push_async_callback(gang.kill)
+        await gang.place()
+        keys = LaunchKeys.generate()
+        host = cfg.router.host or ("127.0.0.1" if gang.on_node(session.node_id()) else session.node_ip())
+        self.router = Router(
+            cfg.dp, keys, EPOCH, host=host, max_inflight=cfg.router.max_inflight, on_log=self._on_log
+        )
+        await self.router.start()
+        self._stack.push_async_callback(self.router.close)
+        self._say("loading the model")
+        await gang.launch(self.router.endpoint, keys.launch_id, keys.for_rank())
+        self._ended = asyncio.create_task(self._watch(gang))
+        self._stack.push_async_callback(self._leave)
+        await self._wait_ready()
+
+    async def _wait_ready(self) -> None:
+        """Until every rank has said Hello, or the gang has failed: then its end tells more than the router knows."""
+        assert self._ended is not None
+        ready = asyncio.create_task(self.router.wait_ready(self._config.ray.start_timeout_s))
+        try:
+            await asyncio.wait({ready, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done() and ready.exception() is None:
+                return
+            if ready.done() and isinstance(ready.exception(), TimeoutError):
+                raise DeploymentFailed(str(ready.exception()))
+            raise DeploymentFailed(await self._ended)
+        finally:
+            ready.cancel()
+            with contextlib.suppress(asyncio.CancelledError, TimeoutError, GangDown):
+                await ready
+
+    async def _watch(self, gang: "Gang") -> str:
+        reason = await gang.wait_end()
+        self.router.fail(reason)
+        return reason
+
+    async def _leave(self) -> None:
+        """Ask the ranks to leave together; those that do not are killed by what follows on the stack."""
+        assert self._ended is not None
+        if not self._ended.done():
+            await self.router.shutdown(SHUTDOWN_S)
+        self._ended.cancel()
+
+
+def configure_logging() -> None:
+    """Libraries speak from WARNING on; phalanx's own lines go through the terminal."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    for noisy in ("ray", "httpx", "transformers"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def resolve_model(config: DeploymentConfig) -> Path:
+    """The checkpoint directory. Raises ConfigError if it cannot be one."""
+    if config.model == "demo":
+        from launcher.demo_model import DemoModelError, ensure_demo_model
+
+        try:
+            return ensure_demo_model()
+        except DemoModelError as error:
+            raise ConfigError(str(error)) from None
+    path = Path(config.model).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"model directory {path} does not exist")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model directory {path} has no config.json")
+    return path.resolve()

@@ -1,0 +1,57 @@
+"""A connection to Ray: a local one started for this launch, or a running cluster. Ray's own noise stays away."""
+
+import logging
+import os
+from types import TracebackType
+from typing import Any, Self
+
+from launcher.config import ConfigError, RayConfig
+
+# Before ray is imported, and inherited by what it starts.
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+_OBJECT_STORE_BYTES = 80 << 20  # Ray's least; only the ranks' specs and errors go through it
+
+
+class RaySession:
+    """Context manager. `local` tells whether Ray was started by, and ends with, this process."""
+
+    def __init__(self, config: RayConfig) -> None:
+        self._config = config
+        self.local = config.address is None
+        self._ray: Any = None
+
+    def __enter__(self) -> Self:
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+        import ray
+
+        self._ray = ray
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "phalanx"}
+        if self.local:
+            os.environ.pop("RAY_ADDRESS", None)  # "start a local one" means it, whatever the shell says
+            options |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES, "address": "local"}
+        else:
+            options["address"] = self._config.address
+        try:
+            ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            what = "start a local Ray" if self.local else f"join the Ray cluster at {self._config.address}"
+            raise ConfigError(f"cannot {what}: {' '.join(str(error).split())[:400]}") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ray.shutdown()
+
+    def node_id(self) -> str:
+        """Of the node this process is on."""
+        return self._ray.get_runtime_context().get_node_id()
+
+    def node_ip(self) -> str:
+        """This node's address as the cluster knows it."""
+        return self._ray.util.get_node_ip_address()

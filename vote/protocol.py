@@ -1,0 +1,122 @@
+"""The step protocol: the one place of a step that touches the control group."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from vote.ballot import BALLOT_SIZE, MAX_VALUE, PROTOCOL_VERSION, BallotKind, Facts, Lockstep, Tally, write_ballot
+from vote.config import VoteConfig
+from vote.decision import Clock, StepType, decide
+from vote.group import ControlGroup
+from vote.witness import Mark, Witness
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the gang does now; equal on all ranks.
+
+    sleep: nobody has work and all have seen the same wake-ups, so every rank may block until the next message.
+    stop: every rank was asked to leave the loop.
+    compute: a forward follows (PREFILL, or DECODE while some rank has decode work).
+    """
+
+    step: int
+    step_type: StepType
+    compute: bool = False
+    sleep: bool = False
+    stop: bool = False
+
+
+class StepProtocol:
+    """Owns the gang's clock on this rank. Not thread-safe: the step loop is its only caller.
+
+    settings: digest of what `vote.settings` compared; epoch: the gang's generation; count_collectives: the data-plane
+    collectives this rank has entered so far, which every first ballot compares.
+    """
+
+    def __init__(
+        self,
+        group: ControlGroup,
+        config: VoteConfig,
+        witness: Witness,
+        *,
+        settings: int = 0,
+        epoch: int = 0,
+        count_collectives: Callable[[], int] = lambda: 0,
+        on_ballot: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.clock = Clock()
+        self._group = group
+        self._config = config
+        self._witness = witness
+        self._settings = settings
+        self._epoch = epoch
+        self._count_collectives = count_collectives
+        self._on_ballot = on_ballot
+        self._ballot = np.zeros(BALLOT_SIZE, np.int32)
+        self._votes_cast = 0
+        self._mark = Mark(0, BallotKind.FIRST)
+
+    def agree(self, facts: Facts, attempt_prefill: Callable[[], bool]) -> Agreement:
+        """Vote on the next step. Every rank calls this at the same time, with work or without.
+
+        `attempt_prefill` is called if PREFILL was chosen; it schedules, and says whether this rank has anything to run
+        or to report. If no rank has, the step becomes DECODE, so an empty prefill never resets the counter.
+        Raises LockstepBroken.
+        """
+        tally = self._vote(BallotKind.FIRST, facts)
+        step_type = decide(tally, self.clock, self._config)
+        if step_type is StepType.PREFILL:
+            second = self._vote(BallotKind.SECOND, Facts(scheduled=attempt_prefill()))
+            if not second.any("scheduled"):
+                step_type = StepType.DECODE
+        agreement = self._agreement(tally, step_type)
+        if not agreement.sleep:
+            self.clock = self.clock.after(step_type)
+        return agreement
+
+    def broken(self, error: Exception, what: str) -> NoReturn:
+        """Turn a failed data collective of the current step into an error that names the ranks that left."""
+        raise self._witness.broken(self._mark, what, error) from error
+
+    def _agreement(self, tally: Tally, step_type: StepType) -> Agreement:
+        idle = step_type is StepType.IDLE
+        least, greatest = tally.range("wake")
+        return Agreement(
+            step=self.clock.step,
+            step_type=step_type,
+            compute=step_type is StepType.PREFILL or (not idle and tally.any("has_decode")),
+            sleep=idle and least == greatest and not tally.any("wants_stop"),
+            stop=tally.all("wants_stop"),
+        )
+
+    def _vote(self, kind: BallotKind, facts: Facts) -> Tally:
+        lockstep = Lockstep(
+            protocol=PROTOCOL_VERSION,
+            epoch=self._epoch,
+            vote=self._votes_cast & MAX_VALUE,
+            step=self.clock.step & MAX_VALUE,
+            ballot=kind,
+            decode_step=self.clock.decode_step,
+            settings=self._settings,
+            collectives=self._count_collectives() & MAX_VALUE,
+        )
+        self._votes_cast += 1
+        self._mark = Mark(self.clock.step, kind)
+        write_ballot(self._ballot, lockstep, facts)
+        started = time.perf_counter()
+        try:
+            self._witness.at(self._mark)
+            minimum = self._group.all_reduce_min(self._ballot)
+        except RuntimeError as error:
+            self.broken(error, f"the {kind.name.lower()} ballot")
+        self._on_ballot(time.perf_counter() - started)
+        tally = Tally(minimum)
+        if fields := tally.disagreements():
+            own = {name: getattr(lockstep, name) for name in fields}
+            raise self._witness.disagreement(self._mark, fields, own)
+        self._mark = Mark(self.clock.step, kind, running=True)
+        return tally
