@@ -1,7 +1,7 @@
 """A rank's socket to the router: DEALER, CURVE-encrypted with the launch's keys, msgpack messages."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
@@ -10,18 +10,23 @@ from dp_engine.messages import MAX_MESSAGE_BYTES, LogLine, Message, ToRank, deco
 
 
 @dataclass(frozen=True)
-class LinkKeys:
-    """Z85 keys of a launch: the router's public key, and the pair that all ranks of this launch share."""
+class RankKeys:
+    """What a rank needs to reach its router: CURVE keys as Z85 text, made anew for every launch.
 
+    The pair is shared by all ranks of the launch; who holds it is one of them.
+    """
+
+    launch_id: str
     server_public: str
     client_public: str
-    client_secret: str
+    client_secret: str = field(repr=False)
 
 
 class Link:
     """Owned by the rank's loop thread. Messages that do not parse are counted and dropped."""
 
-    def __init__(self, endpoint: str, rank: int, keys: LinkKeys) -> None:
+    def __init__(self, endpoint: str, rank: int, keys: RankKeys) -> None:
+        self.rank = rank
         self.bad_messages = 0
         self._context = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
@@ -71,6 +76,6 @@ class LinkHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._link.send(LogLine(record.levelno, self.format(record)))
+            self._link.send(LogLine(self._link.rank, record.levelno, self.format(record)))
         except zmq.ZMQError:
             self.handleError(record)

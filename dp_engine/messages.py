@@ -73,7 +73,7 @@ class Hello(Message, frozen=True):
     rank: int
     world_size: int
     pid: int
-    num_blocks: int
+    num_blocks: int  # without the null block
     max_model_len: int
 
 
@@ -100,6 +100,7 @@ class Rejected(Message, frozen=True):
 class LogLine(Message, frozen=True):
     """A line of the rank's log for the launcher's terminal."""
 
+    rank: int
     level: int
     text: str
 

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from dp_engine import messages
+from dp_engine.checkpoint import CheckpointError
 from dp_engine.engine import Engine, StepCounters
 from dp_engine.kv_cache import num_blocks_for
 from dp_engine.link import Link, LinkHandler
-from dp_engine.model_config import ModelConfig
+from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.runner import ModelRunner
 from dp_engine.scheduler import PhasedScheduler
 from dp_engine.spec import RankSpec
@@ -47,6 +48,8 @@ def run_rank(spec: RankSpec, store: dist.Store | None) -> None:
     except BaseException as error:
         words = f"{type(error).__name__}: {error}"
         witness.last_words(words)
+        if not isinstance(error, (ModelConfigError, CheckpointError)):
+            log.exception("rank %d failed", spec.rank)
         link.send(messages.Goodbye(spec.rank, words))
         raise
     else:
@@ -60,8 +63,8 @@ def gang_settings(spec: RankSpec, config: ModelConfig, checkpoint_digest: str, n
     settings = {
         "protocol": f"{PROTOCOL_VERSION}.{messages.PROTOCOL_VERSION}",
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "launch": spec.launch_id,
+        "torch": str(torch.__version__),
+        "launch": spec.keys.launch_id,
         "epoch": str(spec.epoch),
         "world_size": str(spec.world_size),
         "checkpoint": checkpoint_digest,
@@ -105,12 +108,12 @@ def _join(spec: RankSpec, store: dist.Store | None, link: Link, witness: Witness
     link.send(
         messages.Hello(
             protocol=messages.PROTOCOL_VERSION,
-            launch_id=spec.launch_id,
+            launch_id=spec.keys.launch_id,
             epoch=spec.epoch,
             rank=spec.rank,
             world_size=spec.world_size,
             pid=os.getpid(),
-            num_blocks=num_blocks,
+            num_blocks=num_blocks - 1,
             max_model_len=config.max_model_len,
         )
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dp_engine.config import EngineConfig
-from dp_engine.link import LinkKeys
+from dp_engine.link import RankKeys
 from ep.config import ExpertConfig
 from vote.config import VoteConfig
 
@@ -15,9 +15,8 @@ class RankSpec:
     rank: int
     world_size: int
     epoch: int
-    launch_id: str
     router_endpoint: str
-    keys: LinkKeys
+    keys: RankKeys
     model_dir: str
     engine: EngineConfig
     vote: VoteConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from launcher.config import ConfigError, DeploymentConfig
+from launcher.config import ConfigError, DeploymentConfig, RayConfig
 from launcher.guardian import Guardian
 from launcher.keys import LaunchKeys
 from launcher.ray_session import RaySession
@@ -26,9 +26,9 @@ class DeploymentFailed(RuntimeError):
 
 
 class Deployment:
-    """Async context manager; inside it `router` takes requests. Everything it started is gone after it.
+    """Async context manager: inside it the ranks are starting, `ready` waits for them, and `router` takes requests.
 
-    `say` gets one short line per stage of the start; `on_log` the ranks' log lines.
+    Everything it started is gone after it. `say` gets one short line per stage; `on_log` the ranks' log lines.
     """
 
     def __init__(
@@ -66,30 +66,38 @@ class Deployment:
             guardian = Guardian()
             self._stack.push_async_callback(asyncio.to_thread, guardian.release)
         self._say("joining Ray" if cfg.ray.address else "starting Ray")
-        session = RaySession(cfg.ray)
-        await asyncio.to_thread(session.__enter__)
-        self._stack.push_async_callback(asyncio.to_thread, session.__exit__, None, None, None)
+        session = await self._enter_ray(cfg.ray)
         from launcher.gang import Gang  # imports ray, which reads its environment then
 
-        self._say(f"placing {cfg.dp} rank(s)")
+        self._say(f"placing {cfg.dp} rank{'s' if cfg.dp > 1 else ''}")
         gang = Gang(cfg, self._model_dir, EPOCH)
         self._stack.push_async_callback(gang.kill)
         await gang.place()
         keys = LaunchKeys.generate()
         host = cfg.router.host or ("127.0.0.1" if gang.on_node(session.node_id()) else session.node_ip())
-        self.router = Router(
-            cfg.dp, keys, EPOCH, host=host, max_inflight=cfg.router.max_inflight, on_log=self._on_log
-        )
+        self.router = Router(cfg.dp, keys, EPOCH, host, cfg.router.max_inflight, self._on_log)
         await self.router.start()
         self._stack.push_async_callback(self.router.close)
         self._say("loading the model")
-        await gang.launch(self.router.endpoint, keys.launch_id, keys.for_rank())
+        await gang.launch(self.router.endpoint, keys.for_rank())
         self._ended = asyncio.create_task(self._watch(gang))
         self._stack.push_async_callback(self._leave)
-        await self._wait_ready()
 
-    async def _wait_ready(self) -> None:
-        """Until every rank has said Hello, or the gang has failed: then its end tells more than the router knows."""
+    async def _enter_ray(self, config: RayConfig) -> RaySession:
+        """A start that is interrupted is finished first, so that there is something to shut down."""
+        session = RaySession(config)
+        entering = asyncio.create_task(asyncio.to_thread(session.__enter__))
+
+        async def leave() -> None:
+            await asyncio.wait({entering})
+            if entering.exception() is None:
+                await asyncio.to_thread(session.__exit__, None, None, None)
+
+        self._stack.push_async_callback(leave)
+        return await asyncio.shield(entering)
+
+    async def ready(self) -> None:
+        """Wait until every rank has said Hello. Raises DeploymentFailed with the reason the gang gives for its end."""
         assert self._ended is not None
         ready = asyncio.create_task(self.router.wait_ready(self._config.ray.start_timeout_s))
         try:

@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dp_engine.link import LinkKeys
+from dp_engine.link import RankKeys
 from dp_engine.spec import RankSpec
 from launcher.config import ConfigError, DeploymentConfig
 from launcher.rank_actor import RankActor, Rendezvous, Whereabouts
@@ -62,9 +62,9 @@ class Gang:
         """Are all ranks on this node?"""
         return {where.node_id for where in self.whereabouts} == {node_id}
 
-    async def launch(self, router_endpoint: str, launch_id: str, keys: LinkKeys) -> None:
+    async def launch(self, router_endpoint: str, keys: RankKeys) -> None:
         """Rank 0 opens the rendezvous, then all ranks run."""
-        await asyncio.to_thread(self._launch, router_endpoint, launch_id, keys)
+        await asyncio.to_thread(self._launch, router_endpoint, keys)
 
     async def wait_end(self) -> str:
         """Wait until any rank ends, then a little for the rest to say what they saw; returns whom to blame."""
@@ -106,7 +106,7 @@ class Gang:
         self._actors = [actors[i] for i in order]
         self.whereabouts = [found[i] for i in order]
 
-    def _launch(self, router_endpoint: str, launch_id: str, keys: LinkKeys) -> None:
+    def _launch(self, router_endpoint: str, keys: RankKeys) -> None:
         cfg = self._config
         timeout_s = cfg.ray.start_timeout_s
         on_node = Counter(where.node_id for where in self.whereabouts)
@@ -127,7 +127,6 @@ class Gang:
                 rank=rank,
                 world_size=cfg.dp,
                 epoch=self._epoch,
-                launch_id=launch_id,
                 router_endpoint=router_endpoint,
                 keys=keys,
                 model_dir=str(self._model_dir),

@@ -1,0 +1,52 @@
+"""The memory of a rank's KV blocks."""
+
+import torch
+from torch import Tensor
+
+from dp_engine.config import EngineConfig
+from dp_engine.model_config import ModelConfig, ModelConfigError
+
+
+def block_bytes(config: ModelConfig, engine: EngineConfig) -> int:
+    """Bytes of one block over all layers."""
+    elements = config.num_layers * engine.block_size * 2 * config.num_kv_heads * config.head_dim
+    return elements * config.dtype.itemsize
+
+
+def num_blocks_for(config: ModelConfig, engine: EngineConfig) -> int:
+    """Blocks of a rank's pool, null block included: `num_blocks`, else what fits into `kv_memory_gib`.
+
+    Never more than all `max_num_seqs` sequences can fill at full length. Raises ModelConfigError when not even one
+    block besides the null block fits.
+    """
+    if engine.num_blocks is not None:
+        return engine.num_blocks
+    per_sequence = -(-config.max_model_len // engine.block_size)
+    fitting = int(engine.kv_memory_gib * 2**30) // block_bytes(config, engine)
+    if fitting < 2:
+        raise ModelConfigError(
+            f"engine.kv_memory_gib {engine.kv_memory_gib} holds {fitting} KV blocks of "
+            f"{block_bytes(config, engine)} bytes, at least 2 are needed"
+        )
+    return min(fitting, engine.max_num_seqs * per_sequence + 1)
+
+
+class KVCache:
+    """`layers[i]`: [num_blocks, block_size, 2, kv_heads, head_dim], keys then values.
+
+    Zeros at first; later whatever was written, always finite, since attention masks stale entries by weight 0. Which
+    block belongs to whom is the block pool's business.
+    """
+
+    def __init__(self, config: ModelConfig, engine: EngineConfig, num_blocks: int, device: torch.device):
+        shape = (num_blocks, engine.block_size, 2, config.num_kv_heads, config.head_dim)
+        self.layers: list[Tensor] = [
+            torch.zeros(shape, dtype=config.dtype, device=device) for _ in range(config.num_layers)
+        ]
+        self.num_blocks = num_blocks
+        self.block_size = engine.block_size
+
+    def clear_null_block(self) -> None:
+        """Undo what warm-up wrote."""
+        for layer in self.layers:
+            layer[0].zero_()

@@ -1,0 +1,124 @@
+"""The model runner: turns a batch into one token per sequence."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dp_engine.batch import Batch, SamplingBatch
+from dp_engine.checkpoint import Checkpoint
+from dp_engine.config import EngineConfig
+from dp_engine.kv_cache import KVCache, num_blocks_for
+from dp_engine.model_config import ModelConfig
+from dp_engine.models.mixtral import Mixtral, Step
+from dp_engine.sampler import sample
+from ep.dispatch import Dispatcher
+from ep.placement import ExpertPlacement
+from kernels.attention import plan_attention
+from vote.decision import StepType
+
+WARM_UP_TOKENS = (1, 16, 128)
+
+
+class ModelRunner:
+    """Owns the model and its KV cache. What the blocks mean is the scheduler's business."""
+
+    def __init__(self, config: ModelConfig, model: Mixtral, cache: KVCache, device: torch.device):
+        self.model_config = config
+        self._model = model
+        self._cache = cache
+        self._device = device
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        engine: EngineConfig,
+        placement: ExpertPlacement,
+        dispatcher: Dispatcher,
+        device: torch.device,
+        progress: Callable[[str], None],
+    ) -> "ModelRunner":
+        """Load this rank's share of the checkpoint. Raises ModelConfigError, CheckpointError, and ValueError when
+        placement, dispatcher and model do not belong together."""
+        config = ModelConfig.load(model_dir, engine)
+        if placement != dispatcher.placement or placement.num_logical != config.num_experts:
+            raise ValueError(
+                f"the model has {config.num_experts} experts, the placement {placement.num_logical}, "
+                f"the dispatcher's {dispatcher.placement.num_logical}"
+            )
+        if dispatcher.device != device:
+            raise ValueError(f"the model is to run on {device}, its dispatcher on {dispatcher.device}")
+        with torch.inference_mode():
+            model = Mixtral(config, Checkpoint(model_dir), dispatcher, progress)
+            cache = KVCache(config, engine, num_blocks_for(config, engine), device)
+        return cls(config, model, cache, device)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._cache.num_blocks
+
+    @property
+    def num_collectives(self) -> int:
+        """Data collectives entered since the start; equal on all ranks between two steps."""
+        return self._model.dispatcher.num_collectives
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> np.ndarray:
+        """The next token of each sequence, int64 [B]. Enters every collective of a forward, also with an empty batch.
+
+        Raises CollectiveFailed when another rank does not take part.
+        """
+        logits = self._model.forward(self._step(batch), self._cache)
+        return sample(logits, batch.sampling)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run forwards of fixed shapes, the same on every rank, so that no request pays for first times. Uses the null
+        block alone, and cleans it."""
+        for num_tokens in WARM_UP_TOKENS:
+            self.run(_warm_up_batch(num_tokens, self._cache.block_size))
+        self._cache.clear_null_block()
+
+    def _step(self, batch: Batch) -> Step:
+        attention = plan_attention(
+            batch.seqlens_q,
+            batch.seqlens_k,
+            batch.block_tables,
+            self._cache.block_size,
+            self.model_config.dtype,
+            self._device,
+        )
+        return Step(
+            input_ids=self._tensor(batch.input_ids),
+            positions=self._tensor(batch.positions),
+            slots=self._tensor(batch.slots),
+            last_rows=self._tensor(np.cumsum(batch.seqlens_q, dtype=np.int64) - 1),
+            attention=attention,
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _warm_up_batch(num_tokens: int, block_size: int) -> Batch:
+    """`num_tokens` sequences of one token each, all in the null block."""
+    zeros, ones = np.zeros(num_tokens, np.int64), np.ones(num_tokens, np.int32)
+    return Batch(
+        step_type=StepType.DECODE,
+        input_ids=zeros,
+        positions=zeros,
+        slots=np.arange(num_tokens) % block_size,
+        seqlens_q=ones,
+        seqlens_k=ones * min(2, block_size),
+        block_tables=np.zeros((num_tokens, 1), np.int32),
+        sampling=SamplingBatch(
+            temperature=np.zeros(num_tokens, np.float32),
+            top_p=np.ones(num_tokens, np.float32),
+            top_k=np.zeros(num_tokens, np.int32),
+            seed=np.zeros(num_tokens, np.uint64),
+            position=zeros,
+        ),
+    )

@@ -1,0 +1,5 @@
+"""`python -m launcher`: the command line from a checkout, nothing installed."""
+
+from launcher.cli import main
+
+main()

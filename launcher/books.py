@@ -1,0 +1,116 @@
+"""In-flight books of the router: what every rank still has to compute, from the router's own knowledge alone.
+
+Lockstep pays for the busiest rank in every step: a prefill step lasts as long as the rank with most prompt tokens, a
+decode step as the rank with most sequences. So the gang's remaining time is estimated as
+`max(prefill over ranks) + DECODE_WEIGHT * max(decode over ranks)` and a request goes where that grows least.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DECODE_WEIGHT = 4  # one decoded token costs about as much as this many prompt tokens, which are computed in bulk
+EXPECTED_TOKENS = 512  # cap on the tokens a request is expected to emit yet: most end long before a large max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens a rank still has to prefill and to decode."""
+
+    prefill: int
+    decode: int
+
+
+def choose_rank(loads: Sequence[Load], prefill: int, decode: int, start: int = 0) -> int:
+    """Return the rank on which a request of `prefill` and `decode` tokens makes the least resulting maximum load.
+
+    Ties go to the rank with the least load of its own, remaining ties to the first one at or after `start`.
+    """
+    world = len(loads)
+    most_prefill = max(load.prefill for load in loads)
+    most_decode = max(load.decode for load in loads)
+
+    def cost(rank: int) -> tuple[int, int]:
+        new_prefill, new_decode = loads[rank].prefill + prefill, loads[rank].decode + decode
+        gang = max(most_prefill, new_prefill) + DECODE_WEIGHT * max(most_decode, new_decode)
+        return gang, new_prefill + DECODE_WEIGHT * new_decode
+
+    return min(((start + i) % world for i in range(world)), key=cost)
+
+
+@dataclass(slots=True)
+class _Entry:
+    rank: int
+    prefill: int
+    remaining: int  # tokens up to max_tokens
+
+    @property
+    def decode(self) -> int:
+        return min(self.remaining, EXPECTED_TOKENS)
+
+
+class Books:
+    """Load per rank. Owner of all entries: charged once on submit, released once on any end; other calls are ignored.
+
+    Invariant: a rank's load is the sum over its entries, so it is 0 when the rank has none.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._prefill = [0] * world_size
+        self._decode = [0] * world_size
+        self._requests = [0] * world_size
+        self._next = 0  # where ties start, so that they rotate
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def loads(self) -> list[Load]:
+        return [Load(prefill, decode) for prefill, decode in zip(self._prefill, self._decode, strict=True)]
+
+    @property
+    def requests(self) -> list[int]:
+        """Requests in flight per rank."""
+        return list(self._requests)
+
+    def choose(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Return the rank for a request. Nothing is charged yet."""
+        return choose_rank(self.loads, prompt_tokens, min(max_tokens, EXPECTED_TOKENS), self._next)
+
+    def charge(self, request_id: int, rank: int, prompt_tokens: int, max_tokens: int) -> None:
+        """Enter a request. Raises ValueError when the id is in the books already."""
+        if request_id in self._entries:
+            raise ValueError(f"request {request_id} is in the books already")
+        entry = self._entries[request_id] = _Entry(rank, prompt_tokens, max_tokens)
+        self._prefill[rank] += entry.prefill
+        self._decode[rank] += entry.decode
+        self._requests[rank] += 1
+        self._next = (rank + 1) % len(self._prefill)
+
+    def progress(self, request_id: int, tokens: int = 1) -> None:
+        """`tokens` more were emitted: the prompt is done, and so many fewer are to decode."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        if entry.prefill:
+            self._prefill[entry.rank] -= entry.prefill
+            entry.prefill = 0
+        before = entry.decode
+        entry.remaining = max(entry.remaining - tokens, 0)
+        self._decode[entry.rank] -= before - entry.decode
+
+    def release(self, request_id: int) -> None:
+        """The request has ended, whatever the way."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        self._prefill[entry.rank] -= entry.prefill
+        self._decode[entry.rank] -= entry.decode
+        self._requests[entry.rank] -= 1
+
+    def release_rank(self, rank: int) -> list[int]:
+        """A rank died: release all it had, and return the ids."""
+        lost = [request_id for request_id, entry in self._entries.items() if entry.rank == rank]
+        for request_id in lost:
+            self.release(request_id)
+        return lost

@@ -1,0 +1,117 @@
+"""The HTTP front: OpenAI's completions, chat and models, and the operator's health, readiness and metrics."""
+
+import logging
+import time
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from launcher.front.answers import EventStream, WholeAnswer
+from launcher.front.body import read_json
+from launcher.front.errors import SERVICE_ERRORS, ApiError, on_disconnect, on_http_error, on_service_error, to_api_error
+from launcher.front.replies import ChatRenderer, CompletionRenderer, Renderer
+from launcher.front.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from launcher.metrics import RouterCollector
+from launcher.service import Service
+
+log = logging.getLogger(__name__)
+
+
+class Front:
+    """The endpoints of one service."""
+
+    def __init__(self, service: Service, max_body_bytes: int) -> None:
+        self._service = service
+        self._max_body = max_body_bytes
+        self._created = int(time.time())
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(RouterCollector(service.router))
+
+    async def completions(self, request: Request) -> Response:
+        body = parse_completion(await read_json(request, self._max_body))
+        self._check_model(body.model)
+        prompts = [
+            self._service.prompt_from_text(prompt) if isinstance(prompt, str) else self._service.prompt_from_ids(prompt)
+            for prompt in body.prompt
+        ]
+        return self._answer(body, prompts, CompletionRenderer(body.model, body.n or 1, body.include_usage))
+
+    async def chat(self, request: Request) -> Response:
+        body = parse_chat(await read_json(request, self._max_body))
+        self._check_model(body.model)
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        prompt = self._service.prompt_from_chat(messages)
+        return self._answer(body, [prompt], ChatRenderer(body.model, body.n or 1, body.include_usage))
+
+    def _answer(
+        self, body: CompletionRequest | ChatRequest, prompts: list[list[int]], renderer: Renderer
+    ) -> WholeAnswer | EventStream:
+        job = self._service.start(prompts, body.params(), renderer.n)
+        return EventStream(job, renderer) if body.stream else WholeAnswer(job, renderer)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._service.model_name:
+            message = f"the model `{name}` does not exist here; this server has `{self._service.model_name}`"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def _model(self) -> dict[str, object]:
+        name = self._service.model_name
+        card: dict[str, object] = {"id": name, "object": "model", "created": self._created, "owned_by": "phalanx"}
+        return card | ({"max_model_len": self._service.max_len} if self._service.router.hellos else {})
+
+    async def models(self, request: Request) -> Response:
+        del request
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def health(self, request: Request) -> Response:
+        """The process is up."""
+        del request
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Requests would be served now."""
+        del request
+        if (reason := self._service.router.unready_reason) is not None:
+            return JSONResponse({"status": "not ready", "reason": reason}, 503)
+        return JSONResponse({"status": "ready", "ranks": self._service.router.world_size})
+
+    async def metrics(self, request: Request) -> Response:
+        del request
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return to_api_error(error).response()
+
+
+def make_app(service: Service, max_body_bytes: int) -> Starlette:
+    """The ASGI application of a service; bodies above `max_body_bytes` are refused."""
+    front = Front(service, max_body_bytes)
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", front.completions, methods=["POST"]),
+            Route("/v1/chat/completions", front.chat, methods=["POST"]),
+            Route("/v1/models", front.models),
+            Route("/v1/models/{name:path}", front.model),
+            Route("/health", front.health),
+            Route("/ready", front.ready),
+            Route("/metrics", front.metrics),
+        ],
+        exception_handlers={
+            **dict.fromkeys(SERVICE_ERRORS, on_service_error),
+            HTTPException: on_http_error,
+            ClientDisconnect: on_disconnect,
+            Exception: on_bug,
+        },
+    )
+    app.router.redirect_slashes = False
+    return app

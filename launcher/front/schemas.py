@@ -1,0 +1,190 @@
+"""Request bodies. Unknown parameters, wrong types and values out of range are errors that name the parameter."""
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from launcher.front.errors import ApiError
+from launcher.front.neutral import CHAT, COMPLETIONS, MESSAGE, drop_neutral
+from launcher.service import Params
+
+MAX_STOPS = 4  # as OpenAI
+COMPLETION_TOKENS = 16  # max_tokens of a completion that names none, as OpenAI
+
+Prompt = list[str] | list[list[int]]
+
+
+def _stops(value: Any) -> list[str]:
+    """One string or several, none of them empty."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"at most {MAX_STOPS} stop strings are possible")
+    if "" in stops:
+        raise ValueError("a stop string is empty")
+    return [_character_text(stop) for stop in stops]
+
+
+def _prompts(value: Any) -> Prompt:
+    """A string, strings, token ids, or lists of token ids; always a list of prompts afterwards."""
+    if isinstance(value, str):
+        return [_character_text(value)]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return [_character_text(item) for item in value]
+        if _is_ids(value):
+            return [value]
+        if all(isinstance(item, list) and _is_ids(item) for item in value):
+            return value
+    if value == []:
+        raise ValueError("the prompt is empty")
+    raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def _character_text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("contains a lone surrogate, which is no character") from None
+    return value
+
+
+def _content(value: Any) -> str:
+    """A string, or parts of type text."""
+    if isinstance(value, str):
+        return _character_text(value)
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string or a list of text parts")
+    for part in value:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise ValueError("a part must be an object with a type")
+        if part["type"] != "text":
+            raise ValueError("parts of other types than text are not supported by this server")
+        if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError('a text part must be {"type": "text", "text": "..."}')
+    return _character_text("\n".join(part["text"] for part in value))
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against traffic analysis; never added here
+
+
+class SamplingFields(_Strict):
+    """Parameters that every way of asking has in common."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    stop: Annotated[list[str], BeforeValidator(_stops)] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=64)
+    ignore_eos: bool | None = None
+
+    def params(self) -> Params:
+        return Params(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class _GenerationRequest(SamplingFields):
+    model: str
+    n: int | None = Field(None, ge=1, le=128)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # this and the next: for the operator's statistics elsewhere, ignored here
+    metadata: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _options_belong_to_streams(self) -> "_GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("`stream_options` is only possible with `stream`")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionRequest(_GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[Prompt, BeforeValidator(_prompts)]
+
+    def params(self) -> Params:
+        params = super().params()
+        return replace(params, max_tokens=params.max_tokens or COMPLETION_TOKENS)
+
+
+class Message(_Strict):
+    """One turn of a conversation; parts of text are joined by line ends."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_content)]
+    name: Annotated[str, AfterValidator(_character_text)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, body: Any) -> Any:
+        return drop_neutral(body, MESSAGE, "messages[].") if isinstance(body, dict) else body
+
+
+class ChatRequest(_GenerationRequest):
+    """Body of POST /v1/chat/completions. `max_completion_tokens` is the newer name of `max_tokens`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    safety_identifier: str | None = None  # this and the next are ignored
+    prompt_cache_key: str | None = None
+
+    def params(self) -> Params:
+        params = super().params()
+        return replace(params, max_tokens=self.max_completion_tokens or params.max_tokens)
+
+
+R = TypeVar("R", bound=BaseModel)
+
+
+def parse_completion(body: dict[str, Any]) -> CompletionRequest:
+    """Raises ApiError 400."""
+    return validate(CompletionRequest, drop_neutral(body, COMPLETIONS))
+
+
+def parse_chat(body: dict[str, Any]) -> ChatRequest:
+    """Raises ApiError 400."""
+    return validate(ChatRequest, drop_neutral(body, CHAT))
+
+
+def validate(schema: type[R], body: dict[str, Any]) -> R:
+    """Raises ApiError 400 for the first thing that is wrong; values are not repeated in it."""
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".") or None
+    if first["type"] == "extra_forbidden":
+        raise ApiError(400, f"unknown parameter `{param}`", param, "unknown_parameter")
+    if first["type"] == "missing":
+        raise ApiError(400, f"`{param}` is missing", param, "missing_required_parameter")
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    raise ApiError(400, f"`{param}`: {message}" if param else message, param, "invalid_value")

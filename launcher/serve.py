@@ -1,0 +1,120 @@
+"""`phalanx serve` and `phalanx generate`: a deployment from the first line to the last process."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from launcher.config import ConfigError, DeploymentConfig
+from launcher.deployment import Deployment, DeploymentFailed, resolve_model
+from launcher.front.app import make_app
+from launcher.http import bind_http, serve_http
+from launcher.offline import BadInput, generate_file, read_requests
+from launcher.router import GangDown
+from launcher.service import Service
+from launcher.terminal import Terminal
+from launcher.text import Text
+
+
+async def serve(config: DeploymentConfig, terminal: Terminal) -> int:
+    """Serve until told to stop (0) or until the gang ends unasked (DeploymentFailed)."""
+    with bind_http(config.server.host, config.server.port) as listener:
+        async with _service(config, terminal) as (deployment, service):
+            app = make_app(service, int(config.server.max_body_mib * (1 << 20)))
+            stop = asyncio.Event()
+            front = asyncio.create_task(serve_http(app, listener, stop))
+            try:
+                await deployment.ready()
+                _announce(config, service, listener, terminal)
+                raise DeploymentFailed(await deployment.died())
+            finally:
+                deployment.router.fail("the server is shutting down")  # ends open streams, so that the front can end
+                stop.set()
+                await front
+    raise AssertionError("unreachable")
+
+
+async def generate(config: DeploymentConfig, source: Path, target: Path, terminal: Terminal) -> int:
+    """Answer a file of requests and leave. Exit code 1 if a rank refused some of them. Raises ConfigError."""
+    try:
+        requests = read_requests(source)
+        output = target.open("w")
+    except (OSError, BadInput) as error:
+        raise ConfigError(str(error)) from None
+    with output:
+        async with _service(config, terminal) as (deployment, service):
+            await deployment.ready()
+            work = asyncio.create_task(generate_file(service, requests, output, console=terminal.console))
+            death = asyncio.create_task(deployment.died())
+            try:
+                return 1 if await work else 0
+            except GangDown:
+                raise DeploymentFailed(await death) from None
+            except BadInput as error:
+                raise ConfigError(str(error)) from None
+            finally:
+                work.cancel()
+                death.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _service(config: DeploymentConfig, terminal: Terminal) -> AsyncIterator[tuple[Deployment, Service]]:
+    """Deployment and tokenizer start side by side."""
+    model_dir = await asyncio.to_thread(resolve_model, config)
+    loading = asyncio.create_task(asyncio.to_thread(Text.load, model_dir))
+    try:
+        async with Deployment(config, model_dir, say=terminal.stage, on_log=terminal.rank_log) as deployment:
+            name = config.server.model_name or model_dir.name
+            yield deployment, Service(await loading, deployment.router, name, config.engine.block_size)
+    finally:
+        loading.cancel()
+
+
+def _announce(config: DeploymentConfig, service: Service, listener: socket.socket, terminal: Terminal) -> None:
+    host, port = listener.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url, name = f"http://{shown}:{port}", service.model_name
+    ranks = f"{config.dp} rank{'s' if config.dp > 1 else ''}"
+    body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    print(f"ready  {url}  model {name}  {ranks}  {terminal.seconds():.1f} s")
+    if service.text.has_chat_template:
+        path = "chat/completions"
+    else:
+        path, body = "completions", {"model": name, "prompt": "Once upon a time"}
+    print(f"try    curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'", flush=True)
+
+
+def run_until_signal(main: Callable[[], Coroutine[Any, Any, int]], terminal: Terminal) -> int:
+    """Run `main` on a fresh loop; SIGINT and SIGTERM cancel it, and it ends with 0 after cleaning up.
+
+    A second signal changes nothing: the end takes seconds and cannot be made faster without leaving processes behind.
+    """
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(main())
+
+    def stop() -> None:
+        terminal.stage("stopping")
+        task.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        return loop.run_until_complete(task)
+    except asyncio.CancelledError:
+        return 0
+
+
+def leave(code: int) -> None:
+    """End the process without waiting for threads that may still be blocked inside Ray."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,197 @@
+"""Text in, text out, on top of the router: what the HTTP front and `phalanx generate` are made of."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from dp_engine.detokenizer import Detokenizer
+from dp_engine.messages import Sampling
+from launcher.errors import RequestError
+from launcher.router import Delta, GangDown, Inbox, Router, Ticket
+from launcher.text import Text, too_long
+
+SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Params:
+    """Sampling parameters of a request, in range already. None: the model's default, and all the tokens that fit."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of choice `index` that is new. `finish_reason` is set on the choice's last piece only."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+
+
+class Choice:
+    """One answer in the making. Owns the detokeniser of its ticket."""
+
+    def __init__(self, index: int, ticket: Ticket, detokenizer: Detokenizer, prompt_tokens: int) -> None:
+        self.index = index
+        self.ticket = ticket
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = 0
+        self.finish_reason: str | None = None
+        self._detokenizer = detokenizer
+
+    def advance(self, delta: Delta) -> Piece:
+        """Take the rank's tokens in. A token that ended the request (eos, stop token) counts but is not shown."""
+        reason = delta.finish_reason
+        shown = delta.tokens[:-1] if reason == "stop" else delta.tokens
+        text = self._detokenizer.push(shown)
+        if reason is not None and not self._detokenizer.stopped:
+            text += self._detokenizer.flush()
+        if self._detokenizer.stopped:
+            reason = "stop"
+            self.completion_tokens = self._detokenizer.num_tokens
+        else:
+            self.completion_tokens += len(delta.tokens)
+        self.finish_reason = reason
+        return Piece(self.index, text, reason)
+
+
+class Job:
+    """All choices of one request; an async iterator of pieces as they come, in any order of choices.
+
+    Raises GangDown or RequestRejected when the ranks fail it. Whoever leaves early calls `abort`.
+    """
+
+    def __init__(self, router: Router, inbox: Inbox) -> None:
+        self._router = router
+        self._inbox = inbox
+        self._choices: dict[int, Choice] = {}  # by request id
+        self._unfinished = 0
+
+    @property
+    def choices(self) -> list[Choice]:
+        return list(self._choices.values())
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.completion_tokens for choice in self._choices.values())
+
+    def add(self, choice: Choice) -> None:
+        self._choices[choice.ticket.request_id] = choice
+        self._unfinished += 1
+
+    def abort(self) -> None:
+        """Free the ranks of what is still running. Idempotent; pieces that follow end with `abort`."""
+        for choice in self._choices.values():
+            self._router.abort(choice.ticket)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        while self._unfinished:
+            ticket = await self._inbox.get()
+            delta = ticket.take()
+            choice = self._choices[ticket.request_id]
+            if choice.finish_reason is not None:
+                continue  # news of a choice that a stop string has ended here
+            piece = choice.advance(delta)
+            if piece.finish_reason is not None:
+                self._unfinished -= 1
+                self._router.abort(ticket, piece.finish_reason)  # still running there after a stop string
+            if piece.text or piece.finish_reason is not None:
+                return piece
+        raise StopAsyncIteration
+
+
+class Service:
+    """One model behind one router. `block_size` is the engine's: ranks with a small KV pool shorten what fits."""
+
+    def __init__(self, text: Text, router: Router, model_name: str, block_size: int) -> None:
+        self.text = text
+        self.router = router
+        self.model_name = model_name
+        self._block_size = block_size
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence that every rank can hold, prompt included. Raises GangDown before the ranks are there."""
+        if not self.router.hellos:
+            raise GangDown(self.router.unready_reason or "no rank is there")
+        return min(
+            min(hello.max_model_len, hello.num_blocks * self._block_size) for hello in self.router.hellos.values()
+        )
+
+    # ---- prompts; all raise RequestError
+
+    def prompt_from_text(self, text: str, param: str = "prompt") -> list[int]:
+        if not text:
+            raise RequestError("the prompt is empty", param)
+        return self.text.encode(text, self.max_len - 1, param=param)
+
+    def prompt_from_ids(self, ids: Sequence[int], param: str = "prompt") -> list[int]:
+        if not ids:
+            raise RequestError("the prompt is empty", param)
+        if len(ids) >= self.max_len:
+            raise too_long(f"{len(ids)}", self.max_len - 1, param)
+        self.check_ids(ids, param)
+        return list(ids)
+
+    def prompt_from_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        if not messages:
+            raise RequestError("there are no messages", "messages")
+        prompt = self.text.render_chat(messages)
+        if not prompt:
+            raise RequestError("the chat template makes an empty prompt of these messages", "messages")
+        return self.text.encode(prompt, self.max_len - 1, special=False, param="messages")
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        if (wrong := next((token for token in ids if not 0 <= token < self.text.vocab_size), None)) is not None:
+            raise RequestError(f"token id {wrong} is not in the vocabulary (0 to {self.text.vocab_size - 1})", param)
+
+    # ---- requests
+
+    def start(self, prompts: Sequence[list[int]], params: Params, n: int = 1) -> Job:
+        """Submit `n` choices for every prompt; choice k of prompt p has index p * n + k.
+
+        Raises RequestError, QueueFull or GangDown; then nothing is left running. Without a seed every choice draws one,
+        with a seed choice k has seed + k.
+        """
+        self.check_ids(params.stop_token_ids, "stop_token_ids")
+        if (wanted := len(prompts) * n) > (most := self.router.max_inflight):
+            raise RequestError(f"{wanted} choices are more than the {most} that can be in flight at once", "n")
+        job = Job(self.router, inbox := Inbox())
+        try:
+            for number, prompt in enumerate(prompts):
+                for k in range(n):
+                    ticket = self.router.submit(prompt, self._sampling(prompt, params, k), inbox)
+                    detokenizer = Detokenizer(self.text.decode, prompt, params.stop)
+                    job.add(Choice(number * n + k, ticket, detokenizer, len(prompt)))
+        except BaseException:
+            job.abort()
+            raise
+        return job
+
+    def _sampling(self, prompt: list[int], params: Params, k: int) -> Sampling:
+        room = self.max_len - len(prompt)
+        defaults = self.text.defaults
+        temperature = defaults.temperature if params.temperature is None else params.temperature
+        top_p = defaults.top_p if params.top_p is None else params.top_p
+        top_k = defaults.top_k if params.top_k is None else params.top_k
+        return Sampling(
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            temperature=temperature if top_p > 0 else 0.0,  # no mass at all: the likeliest token, greedy
+            top_p=top_p if top_p > 0 else 1.0,
+            top_k=max(top_k, 0),
+            seed=secrets.randbits(63) if params.seed is None else (params.seed + k) & SEED_MASK,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+        )

@@ -1,0 +1,200 @@
+"""A rank without an engine: speaks the wire protocol from a thread and answers scripted tokens, one per tick."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import zmq
+
+from dp_engine.link import RankKeys
+from dp_engine.messages import (
+    BALLOT_BUCKETS_S,
+    PROTOCOL_VERSION,
+    Abort,
+    Add,
+    Goodbye,
+    Hello,
+    Histogram,
+    LogLine,
+    Output,
+    Rejected,
+    Report,
+    Shutdown,
+    Wake,
+    Welcome,
+    decode_to_rank,
+    encode,
+)
+
+Reply = Callable[[Add], Iterator[int] | str]  # tokens (their end ends the request), or a reason to reject
+
+
+def count_up(add: Add) -> Iterator[int]:
+    """The default answer: endless tokens 3, 4, 5 ... below 200, so that max_tokens ends it."""
+    del add
+    token = 0
+    while True:
+        yield 3 + token % 197
+        token += 1
+
+
+class FakeRank:
+    """`with FakeRank(...) as rank:` runs it. What it received is in `adds`, `aborted` and `wakes`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        keys: RankKeys,
+        rank: int,
+        world_size: int,
+        *,
+        epoch: int = 1,
+        reply: Reply = count_up,
+        tick_s: float = 0.001,
+        hello: dict[str, Any] | None = None,
+        num_blocks: int = 1000,
+        max_model_len: int = 512,
+    ) -> None:
+        self.rank = rank
+        self.reply = reply
+        self.tick_s = tick_s
+        self.adds: list[Add] = []
+        self.aborted: list[int] = []
+        self.wakes: list[int] = []
+        self.welcomed = threading.Event()
+        self.was_aborted = threading.Event()
+        self.end_reason = "stop"  # of answers that end before max_tokens
+        self.running: dict[int, tuple[Add, Iterator[int], int]] = {}
+        self._hello = Hello(
+            **{
+                "protocol": PROTOCOL_VERSION,
+                "launch_id": keys.launch_id,
+                "epoch": epoch,
+                "rank": rank,
+                "world_size": world_size,
+                "pid": 4711 + rank,
+                "num_blocks": num_blocks,
+                "max_model_len": max_model_len,
+                **(hello or {}),
+            }
+        )
+        self._num_blocks = num_blocks
+        self._endpoint, self._keys = endpoint, keys
+        self._outbox: list[bytes] = []
+        self._leave: str | None = None
+        self._vanish = False
+        self._steps = self._generated = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "FakeRank":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._vanish = True
+        self._thread.join(5)
+        assert not self._thread.is_alive()
+
+    def die(self, error: str) -> None:
+        """Say Goodbye with an error and stop."""
+        self._leave = error
+
+    def send_raw(self, payload: bytes) -> None:
+        self._outbox.append(payload)
+
+    def log(self, text: str) -> None:
+        self.send_raw(encode(LogLine(level=20, text=text)))
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 200
+        socket.curve_serverkey = self._keys.server_public.encode()
+        socket.curve_publickey = self._keys.client_public.encode()
+        socket.curve_secretkey = self._keys.client_secret.encode()
+        socket.connect(self._endpoint)
+        socket.send(encode(self._hello))
+        try:
+            self._loop(socket)
+        finally:
+            socket.close()
+            context.term()
+
+    def _loop(self, socket: Any) -> None:
+        next_tick = time.monotonic()
+        while not self._vanish:
+            socket.poll(timeout=max(1, int(1000 * self.tick_s)) if self.running else 5)
+            while socket.poll(timeout=0):
+                if not self._receive(decode_to_rank(socket.recv())):
+                    socket.send(encode(Goodbye(rank=self.rank, error="")))
+                    return
+            for payload in self._outbox:
+                socket.send(payload)
+            self._outbox.clear()
+            if self._leave is not None:
+                socket.send(encode(Goodbye(rank=self.rank, error=self._leave)))
+                return
+            if self.running and time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + self.tick_s
+                socket.send(encode(self._step()))
+
+    def _receive(self, message: Any) -> bool:
+        match message:
+            case Welcome():
+                self.welcomed.set()
+            case Add():
+                self.adds.append(message)
+                self.wakes.append(message.wake)
+                answer = self.reply(message)
+                if isinstance(answer, str):
+                    self._outbox.append(encode(Rejected(request_id=message.request_id, reason=answer)))
+                else:
+                    self.running[message.request_id] = (message, answer, 0)
+            case Wake():
+                self.wakes.append(message.wake)
+            case Abort():
+                self.aborted += message.request_ids
+                self.was_aborted.set()
+                for request_id in message.request_ids:
+                    self.running.pop(request_id, None)
+            case Shutdown():
+                return False
+        return True
+
+    def _step(self) -> Output:
+        self._steps += 1
+        ids, tokens, finished = [], [], []
+        for request_id, (add, answer, emitted) in list(self.running.items()):
+            token, following = next(answer), None
+            ids.append(request_id)
+            tokens.append(token)
+            reason = "length" if emitted + 1 == add.sampling.max_tokens else None
+            if reason is None and (following := next(answer, None)) is None:
+                reason = self.end_reason
+            answer = answer if following is None else chain([following], answer)
+            self.running[request_id] = (add, answer, emitted + 1)
+            if reason is not None:
+                finished.append((request_id, reason))
+                del self.running[request_id]
+        self._generated += len(tokens)
+        return Output(self._steps, ids, tokens, finished, self.report())
+
+    def report(self) -> Report:
+        buckets = [0, 0, self._steps, *[0] * (len(BALLOT_BUCKETS_S) - 2)]
+        return Report(
+            running=len(self.running),
+            waiting=0,
+            used_blocks=len(self.running),
+            num_blocks=self._num_blocks,
+            prefill_steps=1,
+            decode_steps=self._steps,
+            idle_sleeps=0,
+            placeholder_steps=0,
+            prompt_tokens=sum(len(add.prompt) for add in self.adds),
+            generated_tokens=self._generated,
+            preemptions=0,
+            bad_messages=0,
+            ballots=Histogram(self._steps, 0.001 * self._steps, buckets),
+        )

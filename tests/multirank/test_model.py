@@ -1,0 +1,142 @@
+"""Greedy tokens of the runner against `transformers`, token for token, on one, two and three ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dp_engine.config import EngineConfig
+from dp_engine.runner import ModelRunner
+from ep.dispatch import CPU, make_dispatcher
+from ep.placement import ExpertPlacement
+from tests.by_hand import lay_out, run_sequences, steps_needed
+from tests.checkpoints import write_mixtral
+from tests.multirank.gang import run_gang
+
+MAX_NEW, CHUNK, BLOCK = 12, 24, 8
+LENGTHS = (1, 7, 8, 9, 23, 24, 25, 60, 72)
+KINDS: dict[str, dict[str, Any]] = {
+    "gqa": {"seed": 1},
+    "fused-tied": {"seed": 2, "layout": "fused", "tie": True, "heads": 3, "kv_heads": 3, "head_dim": 24},
+    "sharded-top1": {"seed": 3, "topk": 1, "max_shard_size": "150KB", "layers": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(3, 320, length).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    return {kind: write_mixtral(base / kind, **arguments) for kind, arguments in KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path], prompts: list[list[int]]) -> dict[str, list[list[int]]]:
+    """What transformers' own greedy generation gives, one prompt at a time, ends of sequence not obeyed."""
+    from transformers import MixtralForCausalLM
+
+    answers = {}
+    for kind, directory in checkpoints.items():
+        model = MixtralForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model.generation_config.eos_token_id = None
+        answers[kind] = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            settings = {"max_new_tokens": MAX_NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+            answers[kind].append(model.generate(ids, **settings)[0, len(prompt) :].tolist())
+    return answers
+
+
+def load(directory: Path, rank: int, world_size: int, group: Any, **engine: Any) -> ModelRunner:
+    config = EngineConfig(block_size=BLOCK, num_blocks=80, **engine)
+    placement = ExpertPlacement.contiguous(8, world_size)
+    dispatcher = make_dispatcher("auto", placement, rank, group)
+    return ModelRunner.load(directory, config, placement, dispatcher, CPU, lambda line: None)
+
+
+def generate(
+    rank: int, group: Any, directories: dict[str, Path], shares: list[list[list[int]]], chunk: int
+) -> tuple[dict[str, list[list[int]]], list[int]]:
+    """Each rank its share of the prompts, on every checkpoint. All ranks run as many forwards as the busiest needs."""
+    steps = max(steps_needed(share, MAX_NEW, chunk) for share in shares)
+    outputs, collectives = {}, []
+    for kind, directory in directories.items():
+        runner = load(directory, rank, len(shares), group)
+        runner.warm_up()
+        sequences = lay_out(shares[rank], MAX_NEW, BLOCK)
+        run_sequences(runner, sequences, chunk, BLOCK, steps)
+        outputs[kind] = [sequence.output for sequence in sequences]
+        collectives.append(runner.num_collectives)
+    return outputs, collectives
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 1000], ids=["chunked", "whole"])
+def test_one_rank(
+    checkpoints: dict[str, Path], prompts: list[list[int]], expected: dict[str, list[list[int]]], chunk: int
+) -> None:
+    outputs, _ = generate(0, None, checkpoints, [prompts], chunk)
+    assert outputs == expected
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["busy", "idle-rank"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks(
+    checkpoints: dict[str, Path],
+    prompts: list[list[int]],
+    expected: dict[str, list[list[int]]],
+    world_size: int,
+    idle: bool,
+) -> None:
+    """The last rank may have nothing to do at all; the others end at different times."""
+    workers = world_size - idle
+    shares = [prompts[rank::workers] if rank < workers else [] for rank in range(world_size)]
+    results = run_gang(generate, world_size, checkpoints, shares, CHUNK)
+    assert len({tuple(collectives) for _, collectives in results}) == 1
+    for kind, answers in expected.items():
+        for rank in range(workers):
+            assert results[rank][0][kind] == answers[rank::workers], (kind, rank)
+
+
+def test_sampled_tokens_repeat_whatever_runs_beside(checkpoints: dict[str, Path], prompts: list[list[int]]) -> None:
+    """A sequence alone, among others, and continued after its first tokens were lost: the same text."""
+
+    def run(chosen: list[list[int]], max_new: int) -> list[list[int]]:
+        runner = load(checkpoints["gqa"], 0, 1, None)
+        sequences = lay_out(chosen, max_new, BLOCK, temperature=0.9, top_p=0.95, seed=11)
+        run_sequences(runner, sequences, CHUNK, BLOCK, steps_needed(chosen, max_new, CHUNK))
+        return [sequence.output for sequence in sequences]
+
+    alone = run(prompts[3:4], MAX_NEW)[0]
+    assert run(prompts, MAX_NEW)[3] == alone
+    assert run([prompts[3] + alone[:5]], MAX_NEW - 5)[0] == alone[5:]
+
+
+def test_warm_up_leaves_no_trace(checkpoints: dict[str, Path]) -> None:
+    runner = load(checkpoints["gqa"], 0, 1, None)
+    runner.warm_up()
+    assert all(not layer.any() for layer in runner._cache.layers)
+
+
+def test_bf16_is_close_to_fp32(checkpoints: dict[str, Path], prompts: list[list[int]]) -> None:
+    """Through packed weights and the whole model: the first token of most prompts stays the same."""
+    firsts = {}
+    for dtype in ("float32", "bfloat16"):
+        runner = load(checkpoints["gqa"], 0, 1, None, dtype=dtype)
+        sequences = lay_out(prompts, 1, BLOCK)
+        run_sequences(runner, sequences, 1000, BLOCK, 1)
+        firsts[dtype] = [sequence.output[0] for sequence in sequences]
+    same = sum(a == b for a, b in zip(firsts["float32"], firsts["bfloat16"], strict=True))
+    assert same >= 7
+
+
+def test_parts_that_do_not_belong_together_are_refused(checkpoints: dict[str, Path]) -> None:
+    placement = ExpertPlacement.contiguous(4, 1)
+    dispatcher = make_dispatcher("auto", placement, 0, None)
+    with pytest.raises(ValueError, match="the model has 8 experts, the placement 4"):
+        ModelRunner.load(checkpoints["gqa"], EngineConfig(), placement, dispatcher, CPU, lambda line: None)

@@ -1,0 +1,154 @@
+"""A real server for tests: `python -m launcher serve` in a process of its own, and a look at what it leaves behind."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+READY = re.compile(r"^ready\s+(http://\S+)\s+model (\S+)\s+(\d+) ranks?")
+
+
+class Server:
+    """Context manager around one `phalanx serve`. `args` go to the command line."""
+
+    def __init__(self, *args: str, timeout_s: float = 120.0, env: dict[str, str] | None = None) -> None:
+        self._command = [sys.executable, "-m", "launcher", "serve", "--port", "0", *args]
+        self._timeout_s = timeout_s
+        self._env = env or {}
+        self.lines: list[str] = []
+        self.url = ""
+        self.model = ""
+
+    def __enter__(self) -> Self:
+        # a session of its own, so that a Ctrl-C can be sent to its whole process group as a terminal does
+        self.process = subprocess.Popen(
+            self._command, cwd=ROOT, env=os.environ | self._env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+            self._reader.join(5)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            for line in list(self.lines):
+                if match := READY.match(line):
+                    self.url, self.model = match[1], match[2]
+                    return
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise AssertionError("the server did not become ready:\n" + self.output)
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code; AssertionError if it has not ended by then."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output}") from None
+        self._reader.join(5)
+        return code
+
+    def rank_pids(self) -> list[int]:
+        """Processes of the ranks, by the name Ray gives them."""
+        return sorted(p.pid for p in self.family() if "RankActor" in " ".join(p.cmdline()))
+
+    def family(self) -> list[psutil.Process]:
+        """All processes below the launcher that are alive."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def post(self, path: str, body: Any, timeout_s: float = 120.0) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=timeout_s)
+
+    def complete(self, prompt: str | list[int], max_tokens: int = 16, **params: Any) -> dict[str, Any]:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **params}
+        response = self.post("/v1/completions", body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Events of a streamed answer; ends at [DONE], AssertionError if it ends otherwise."""
+        with httpx.stream("POST", f"{self.url}{path}", json=body | {"stream": True}, timeout=120.0) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    yield json.loads(line[6:])
+        raise AssertionError("the stream ended without [DONE]")
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of /metrics by `name{labels}`."""
+        text = httpx.get(f"{self.url}/metrics").text
+        pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+
+def wait_until(condition: Any, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.1)
+
+
+def alive(processes: list[psutil.Process]) -> list[str]:
+    """Those that still run (a zombie has ended)."""
+    left = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+    return left
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
