@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = Path(sys.prefix) / "install.log"
+shown_at = time.monotonic()
 NAMING = ("Collecting ", "Processing /", "Requirement already satisfied: ")
 
 
@@ -59,11 +60,13 @@ def package(line: str) -> str | None:
 
 
 def show(state: str, last: bool = False) -> None:
-    """One line that is written over on a terminal; only the last state elsewhere."""
+    """One line that is written over on a terminal; elsewhere a line every 20 seconds and the last one."""
+    global shown_at
     if sys.stdout.isatty():
         print(f"\r\033[K  requirements: {state}", end="\n" if last else "", flush=True)
-    elif last:
+    elif last or time.monotonic() - shown_at >= 20:
         print(f"  requirements: {state}", flush=True)
+        shown_at = time.monotonic()
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ def load_config(path: Path | None, overrides: list[str] | None = None, **flags: 
             loaded = yaml.safe_load(path.read_text())
         except OSError as error:
             raise ConfigError(f"cannot read config {path}: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"cannot read config {path}: it is no text file") from None
         except yaml.YAMLError as error:
             raise ConfigError(f"config {path} is not YAML: {' '.join(str(error).split())}") from None
         if loaded is not None and not isinstance(loaded, dict):

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import signal
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -17,7 +18,9 @@ from launcher.router import GangDown, OnLog, Router
 if TYPE_CHECKING:
     from launcher.gang import Gang
 
-SHUTDOWN_S = 4.0  # for ranks to leave their loop together before they are killed
+SHUTDOWN_S = 3.0  # for ranks to leave their loop together before they are killed
+LEAVE_RAY_S = 2.5  # for each step of leaving Ray
+VERDICT_S = 10.0  # after the router has failed, for the gang to say why
 EPOCH = 1  # of the first gang
 
 
@@ -67,11 +70,12 @@ class Deployment:
             self._stack.push_async_callback(asyncio.to_thread, guardian.release)
         self._say("joining Ray" if cfg.ray.address else "starting Ray")
         session = await self._enter_ray(cfg.ray)
+        _reclaim_signals()
         from launcher.gang import Gang  # imports ray, which reads its environment then
 
         self._say(f"placing {cfg.dp} rank{'s' if cfg.dp > 1 else ''}")
         gang = Gang(cfg, self._model_dir, EPOCH)
-        self._stack.push_async_callback(gang.kill)
+        self._stack.push_async_callback(_bounded, gang.kill)
         await gang.place()
         keys = LaunchKeys.generate()
         host = cfg.router.host or ("127.0.0.1" if gang.on_node(session.node_id()) else session.node_ip())
@@ -93,7 +97,7 @@ class Deployment:
             if entering.exception() is None:
                 await asyncio.to_thread(session.__exit__, None, None, None)
 
-        self._stack.push_async_callback(leave)
+        self._stack.push_async_callback(_bounded, leave)
         return await asyncio.shield(entering)
 
     async def ready(self) -> None:
@@ -113,7 +117,16 @@ class Deployment:
                 await ready
 
     async def _watch(self, gang: "Gang") -> str:
-        reason = await gang.wait_end()
+        """The gang knows best why it ended; the router may know first, or alone (a rank that is merely cut off)."""
+        ended = asyncio.create_task(gang.wait_end())
+        failed = asyncio.create_task(self.router.failed())
+        try:
+            await asyncio.wait({ended, failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended}, timeout=VERDICT_S)
+            reason = ended.result() if ended.done() else failed.result()
+        finally:
+            ended.cancel()
+            failed.cancel()
         self.router.fail(reason)
         return reason
 
@@ -123,6 +136,19 @@ class Deployment:
         if not self._ended.done():
             await self.router.shutdown(SHUTDOWN_S)
         self._ended.cancel()
+
+
+async def _bounded(step: Callable[[], Awaitable[None]]) -> None:
+    """A step of the end. Ray may be dead already and then blocks for a minute; the guardian does the rest."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(step(), LEAVE_RAY_S)
+
+
+def _reclaim_signals() -> None:
+    """Ray puts a crash handler, which prints a stack, before Python's own for SIGTERM: put ours back."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if (handler := signal.getsignal(number)) is not None:
+            signal.signal(number, handler)
 
 
 def configure_logging() -> None:

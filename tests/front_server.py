@@ -37,7 +37,7 @@ class FrontServer:
     def __init__(self, world_size: int = 2, *, max_inflight: int = 256, max_body: int = 1 << 20, **rank: Any) -> None:
         self._world_size, self._max_inflight, self._max_body, self._rank = world_size, max_inflight, max_body, rank
         self._started: Future[None] = Future()
-        self._thread = threading.Thread(target=lambda: __import__("uvloop").run(self._serve()), daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self.ranks: list[FakeRank] = []
 
     def __enter__(self) -> "FrontServer":

@@ -155,11 +155,11 @@ def test_renamed_tensor_fails(single: Path) -> None:
 
 def test_surplus_expert_or_layer_fails(single: Path, tmp_path: Path) -> None:
     edit(single / "config.json", num_hidden_layers=1)
-    with pytest.raises(CheckpointError, match="is of layer 1, but config.json names 1 layers"):
+    with pytest.raises(CheckpointError, match=r"is of layer 1, but config\.json names 1 layers"):
         load(single)
     edit(single / "config.json", num_hidden_layers=2)
     rewrite(single / SINGLE, add={EXPERT.replace("experts.3", "experts.8"): torch.zeros(96, 64)})
-    with pytest.raises(CheckpointError, match="is of expert 8, but config.json names 8 experts"):
+    with pytest.raises(CheckpointError, match=r"is of expert 8, but config\.json names 8 experts"):
         load(single, 1, 2)
 
 
@@ -177,7 +177,8 @@ def shard_files(directory: Path) -> list[Path]:
 def test_missing_and_truncated_shards_fail_on_every_rank(sharded: Path, rank: int) -> None:
     victim = shard_files(sharded)[1]
     whole = victim.read_bytes()
-    for content, words in ((whole[:-1], "truncated: tensor"), (whole[:100], "truncated or no"), (b"", "truncated or no")):
+    broken = {whole[:-1]: "truncated: tensor", whole[:100]: "truncated or no", b"": "truncated or no"}
+    for content, words in broken.items():
         victim.write_bytes(content)
         with pytest.raises(CheckpointError, match=f"{victim.name} is {words}"):
             load(sharded, rank, 3)
@@ -237,7 +238,8 @@ def test_digest_names_the_checkpoint(written: dict[str, Path], single: Path) -> 
 
 def test_config_says_what_the_checkpoint_says(written: dict[str, Path]) -> None:
     config = ModelConfig.load(written["single"], EngineConfig())
-    assert (config.num_experts, config.top_k, config.num_heads, config.num_kv_heads, config.head_dim) == (8, 2, 4, 2, 16)
+    assert (config.num_experts, config.top_k) == (8, 2)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
     assert (config.rope_theta, config.max_model_len, config.dtype) == (10000.0, 512, torch.float32)
     assert config.eos_token_ids == (1,)
     assert ModelConfig.load(written["single"], EngineConfig(dtype="bfloat16", max_model_len=99)).max_model_len == 99
@@ -263,7 +265,7 @@ def test_both_spellings_of_rope(single: Path, changes: dict[str, Any]) -> None:
     [
         ({"rope_parameters": ...}, "rope_theta is missing"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn'"),
-        ({"rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear'"),
+        ({"rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, "rope type 'linear'"),
         ({"rope_theta": 1e6}, "names rope_theta 10000.0 but rope_theta itself is 1000000.0"),
         ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta must be a positive number"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -295,8 +297,8 @@ def test_what_the_engine_settings_decide(single: Path) -> None:
     edit(single / "config.json", sliding_window=100, dtype="float16")
     config = ModelConfig.load(single, EngineConfig(max_model_len=100, dtype="float32"))
     assert (config.max_model_len, config.dtype) == (100, torch.float32)
-    with pytest.raises(ModelConfigError, match="512 is less than engine.max_model_len 513"):
-        ModelConfig.load(single, EngineConfig(max_model_len=513))
+    with pytest.raises(ModelConfigError, match=r"512 is less than engine\.max_model_len 513"):
+        ModelConfig.load(single, EngineConfig(max_model_len=513, dtype="float32"))
 
 
 def test_directories_that_are_none(tmp_path: Path) -> None:
@@ -310,7 +312,9 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
             ModelConfig.load(tmp_path, EngineConfig())
 
 
-@pytest.mark.parametrize(("generation", "expected"), [(None, (1,)), ({}, (1,)), (7, (7,)), ([7, 8], (7, 8)), ([], (1,))])
+@pytest.mark.parametrize(
+    ("generation", "expected"), [(None, (1,)), ({}, (1,)), (7, (7,)), ([7, 8], (7, 8)), ([], (1,))]
+)
 def test_end_of_sequence_ids(single: Path, generation: Any, expected: tuple[int, ...]) -> None:
     (single / "generation_config.json").unlink()
     if generation is not None:
@@ -325,6 +329,6 @@ def test_size_of_the_pool(written: dict[str, Path]) -> None:
     assert num_blocks_for(config, EngineConfig(num_blocks=7)) == 7
     one_mib = EngineConfig(kv_memory_gib=1 / 1024)
     assert num_blocks_for(config, one_mib) == 2**20 // block_bytes(config, one_mib)
-    assert num_blocks_for(config, EngineConfig(kv_memory_gib=64)) == 64 * (512 // 16) + 1  # all sequences at full length
+    assert num_blocks_for(config, EngineConfig(kv_memory_gib=64)) == 64 * (512 // 16) + 1  # all at full length
     with pytest.raises(ModelConfigError, match="holds 0 KV blocks"):
         num_blocks_for(config, EngineConfig(kv_memory_gib=1e-9))

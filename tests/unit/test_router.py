@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from dp_engine.link import RankKeys
-from dp_engine.messages import Abort, Hello, Output, Sampling, decode_to_rank, encode
+from dp_engine.messages import Abort, Hello, LogLine, Output, Sampling, decode_to_rank, encode
 from launcher.books import Load
 from launcher.keys import LaunchKeys
 from launcher.link import Congested
@@ -330,6 +330,19 @@ def test_log_lines_carry_the_rank() -> None:
             await until(lambda: lines == [(1, 20, "loaded")])
 
     run(test)
+
+
+def test_log_lines_of_a_loading_rank_are_heard_but_no_rank_speaks_for_another() -> None:
+    keys = LaunchKeys.generate()
+    lines: list[tuple[int, int, str]] = []
+    router = Router(2, keys, epoch=1, on_log=lambda *line: lines.append(line))
+    router._link = StubLink()  # type: ignore[assignment]
+    router._on_message(b"r1", encode(LogLine(1, 20, "loading")))
+    router._on_message(b"r0", encode(Hello(1, keys.launch_id, 1, 0, 2, 1, 1, 1)))
+    router._on_message(b"r0", encode(LogLine(1, 20, "false")))
+    router._on_message(b"r9", encode(LogLine(9, 20, "nobody")))
+    assert lines == [(1, 20, "loading")]
+    assert router.bad_messages == 2
 
 
 def test_error_in_a_handler_costs_one_message_only() -> None:

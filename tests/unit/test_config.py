@@ -1,0 +1,131 @@
+"""One schema; every way to get it wrong is one line that names the setting."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.config import ConfigError, DeploymentConfig, cache_dir, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "deployment.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_need_no_file() -> None:
+    assert load_config(None) == DeploymentConfig()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configurations_are_valid(path: Path) -> None:
+    assert load_config(path).dp >= 1
+
+
+def test_demo_configuration_is_the_demo_on_two_ranks_of_this_machine() -> None:
+    config = load_config(ROOT / "configs" / "demo.yaml")
+    assert (config.model, config.dp, config.server.host) == ("demo", 2, "127.0.0.1")
+
+
+def test_an_empty_file_means_defaults(tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, "# nothing\n")) == DeploymentConfig()
+
+
+def test_flags_win_over_set_and_set_over_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "dp: 3\nserver: {port: 1, host: 10.0.0.1}\nengine: {block_size: 8}\n")
+    config = load_config(path, ["server.port=2", "dp=4", "engine.block_size=32"], server__port=3, dp=None)
+    assert (config.server.port, config.dp, config.engine.block_size) == (3, 4, 32)
+    assert config.server.host == "10.0.0.1"
+
+
+def test_a_later_set_wins() -> None:
+    assert load_config(None, ["dp=2", "dp=5"]).dp == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("engine.kv_memory_gib=0.5", 0.5),
+        ("engine.num_blocks=100", 100),
+        ("engine.num_blocks=null", None),
+        ("engine.chunked_prefill=false", False),
+        ("engine.preemption=recompute", "recompute"),
+        ("server.model_name=a=b", "a=b"),
+        ("vote.control_timeout_s=5", 5.0),
+    ],
+)
+def test_set_values_are_yaml(override: str, value: Any) -> None:
+    section, key = override.split("=")[0].split(".")
+    assert getattr(getattr(load_config(None, [override]), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "flags", "wanted"),
+    [
+        ("modle: x\n", [], {}, "'modle'"),
+        ("engine: {blocksize: 16}\n", [], {}, "'engine.blocksize'"),
+        ("dp: 0\n", [], {}, "'dp'"),
+        ("dp: two\n", [], {}, "'dp'"),
+        ("dp:\n", [], {}, "'dp'"),
+        ("engine:\n", [], {}, "'engine'"),
+        ("server: {port: 70000}\n", [], {}, "'server.port'"),
+        ("engine: {preemption: never}\n", [], {}, "'engine.preemption'"),
+        ("- a\n- b\n", [], {}, "mapping"),
+        ("just text\n", [], {}, "mapping"),
+        ("dp: [1\n", [], {}, "YAML"),
+        ("", ["dp"], {}, "key=value"),
+        ("", ["=3"], {}, "key=value"),
+        ("", ["dp=[1"], {}, "dp"),
+        ("", ["engine.depth.x=1"], {}, "'engine.depth'"),
+        ("dp: 2\n", ["dp.x=1"], {}, "'dp'"),
+        ("", ["server.colour=red"], {}, "'server.colour'"),
+        ("", [], {"dp": 0}, "'dp'"),
+        ("", [], {"server__port": -1}, "'server.port'"),
+    ],
+)
+def test_every_error_is_one_line_that_names_the_setting(
+    tmp_path: Path, text: str, overrides: list[str], flags: dict[str, Any], wanted: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, text), overrides, **flags)
+    assert wanted in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "."])
+def test_an_unreadable_file_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot read config") as caught:
+        load_config(tmp_path / name)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(None).dp = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({"PHALANX_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/phalanx"),
+        ({"HOME": "/home/u"}, "/home/u/.cache/phalanx"),
+    ],
+)
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], wanted: str) -> None:
+    for name in ("PHALANX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cache_dir() == Path(wanted)
