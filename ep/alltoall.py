@@ -9,6 +9,8 @@ Rows travel as bytes, so that any dtype goes over any backend. Two ways, chosen 
 Either way `combine` sends back one row per (token, k) pair, in an exchange whose sizes both sides know.
 """
 
+import os
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +19,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllToAllOptions, Work
 
-from ep.dispatch import CollectiveFailed, Dispatched, Dispatcher, sort_by_slot
+from ep.dispatch import CollectiveFailed, Dispatched, Dispatcher, inverse
 from ep.placement import ExpertPlacement
 
 # Bytes per rank that may be sent in vain to save one collective: what a loopback or a network link moves meanwhile.
 SPARE_BYTES = 128 << 10
+
+# Longest polling for an exchange before the thread sleeps until it ends. Between two layers of a decode step peers are
+# apart by less; gloo wakes its waiters through a chain of threads that takes two to three times as long.
+POLL_S = 0.002
 
 
 def tokens_travel_whole(num_tokens: list[int], top_k: int, row_bytes: int, spare_bytes: int = SPARE_BYTES) -> bool:
@@ -31,12 +37,12 @@ def tokens_travel_whole(num_tokens: list[int], top_k: int, row_bytes: int, spare
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """What `combine` needs: the sending order of outputs, split sizes, and how received pairs are numbered."""
+    """What `combine` needs. Splits are rows per rank; those to receive sum to T * k."""
 
-    to_send: Tensor  # int64 [R]
-    send_splits: list[int]  # [world_size] rows to each rank
-    receive_splits: list[int]  # [world_size] rows from each rank, the sum is T * k
-    pairs: Tensor  # int64 [T * k] (token, k) pair of each received row
+    to_send: Tensor  # int64 [R] outputs in the order in which they are sent
+    send_splits: list[int]
+    receive_splits: list[int]
+    to_pairs: Tensor  # int64 [T * k] where the output of each (token, k) pair is among the received rows
     top_k: int
 
 
@@ -63,20 +69,15 @@ class AllToAllDispatcher(Dispatcher):
         self._options = AllToAllOptions()
         self._num_tokens: list[int] = []
         first = placement.first_physical[rank]
-        slots = torch.full((placement.num_physical,), self.num_local)  # num_local: some other rank's
-        slots[first : first + self.num_local] = torch.arange(self.num_local)
-        self._slot_of = slots.to(device)
-        self._rank_of = torch.tensor(placement.rank_of, device=device)
-        self._sources = torch.empty(0, dtype=torch.int64, device=device)
+        self._slot_of = np.full(placement.num_physical, self.num_local)  # num_local: some other rank's
+        self._slot_of[first : first + self.num_local] = np.arange(self.num_local)
+        self._rank_of = np.array(placement.rank_of)
 
     def begin_step(self, num_tokens: int) -> None:
         """Tell every rank how many tokens every other has."""
-        world_size = self.placement.world_size
-        mine = torch.full((world_size,), num_tokens, dtype=torch.int64, device=self.device)
-        self._num_tokens = self._exchange(mine, [1] * world_size, [1] * world_size).tolist()
-        self._sources = torch.repeat_interleave(
-            torch.arange(world_size, device=self.device), torch.tensor(self._num_tokens, device=self.device)
-        )
+        ones = [1] * self.placement.world_size
+        mine = torch.full((len(ones),), num_tokens, dtype=torch.int64, device=self.device)
+        self._num_tokens = self._exchange(mine, ones, ones).tolist()
 
     def dispatch(self, x: Tensor, topk_ids: Tensor) -> Dispatched:
         if len(x) != self._num_tokens[self.rank]:
@@ -90,41 +91,46 @@ class AllToAllDispatcher(Dispatcher):
     def combine(self, rows: Tensor, handle: _Handle) -> Tensor:
         outputs = rows.index_select(0, handle.to_send)
         received = self._exchange(outputs, handle.send_splits, handle.receive_splits)
-        return torch.empty_like(received).index_copy_(0, handle.pairs, received).unflatten(0, (-1, handle.top_k))
+        return received.index_select(0, handle.to_pairs).unflatten(0, (-1, handle.top_k))
 
-    def _dispatch_tokens(self, x: Tensor, physical: Tensor, top_k: int) -> Dispatched:
+    def _dispatch_tokens(self, x: Tensor, physical: np.ndarray, top_k: int) -> Dispatched:
         world_size, row_bytes = self.placement.world_size, x.shape[1] * x.element_size()
-        ids = physical.to(torch.int32).view(-1, top_k)
+        ids = self._index(physical.astype(np.int32)).view(-1, top_k)
         record = torch.cat((x.view(torch.uint8), ids.view(torch.uint8)), dim=1)
-        work, received = self._start(record.repeat(world_size, 1), [len(x)] * world_size, self._num_tokens)
-        owners = self._rank_of.index_select(0, physical)
-        pairs, receive_splits = sort_by_slot(owners, world_size)
+        work, received = self._start(torch.cat([record] * world_size), [len(x)] * world_size, self._num_tokens)
+        owners = self._rank_of[physical]
+        receive_splits = np.bincount(owners, minlength=world_size).tolist()
+        to_pairs = self._index(inverse(np.argsort(owners, kind="stable")))
         self._finish(work)
 
         tokens = received[:, :row_bytes].view(x.dtype)
-        physical = received[:, row_bytes:].contiguous().view(torch.int32).view(-1)
-        slots = self._slot_of.index_select(0, physical)
-        order = torch.argsort(slots, stable=True)
-        sources = self._sources if top_k == 1 else self._sources.repeat_interleave(top_k)
-        table = torch.bincount(slots * world_size + sources, minlength=(self.num_local + 1) * world_size)
-        counts = table.cpu().numpy().reshape(-1, world_size)[: self.num_local]
-        mine = order[: int(counts.sum())]  # pairs of other ranks' experts are sorted behind
-        handle = _Handle(torch.argsort(mine), counts.sum(0).tolist(), receive_splits.tolist(), pairs, top_k)
-        return Dispatched(tokens.index_select(0, mine // top_k), counts.sum(1).tolist(), handle)
+        slots = self._slot_of[received[:, row_bytes:].cpu().numpy().view(np.int32).reshape(-1)]
+        order = np.argsort(slots, kind="stable")
+        counts = np.bincount(slots, minlength=self.num_local + 1)[: self.num_local].tolist()
+        mine = order[: sum(counts)]  # pairs of other ranks' experts are sorted behind
+        from_token = mine // top_k
+        ends = np.cumsum(self._num_tokens)
+        send_splits = np.bincount(np.searchsorted(ends, from_token, side="right"), minlength=world_size).tolist()
+        to_send = self._index(np.argsort(mine))
+        rows = tokens.index_select(0, self._index(from_token))
+        return Dispatched(rows, counts, _Handle(to_send, send_splits, receive_splits, to_pairs, top_k))
 
-    def _dispatch_rows(self, x: Tensor, physical: Tensor, top_k: int) -> Dispatched:
-        world_size, locals_ = self.placement.world_size, list(self.placement.local_counts)
-        order, counts = sort_by_slot(physical, self.placement.num_physical)
-        received_counts = self._exchange(counts, locals_, [self.num_local] * world_size)
-        per_source = received_counts.view(world_size, self.num_local)
-        send_splits = np.add.reduceat(np.append(counts.cpu().numpy(), 0), self.placement.first_physical[:-1])
-        send_splits = np.where(np.array(locals_) > 0, send_splits, 0).tolist()
+    def _dispatch_rows(self, x: Tensor, physical: np.ndarray, top_k: int) -> Dispatched:
+        world_size, counts_of_rank = self.placement.world_size, list(self.placement.local_counts)
+        order = np.argsort(physical, kind="stable")
+        counts = np.bincount(physical, minlength=self.placement.num_physical)
+        send_splits = np.bincount(self._rank_of[physical], minlength=world_size).tolist()
+        received_counts = self._exchange(self._index(counts), counts_of_rank, [self.num_local] * world_size)
+        per_source = received_counts.cpu().numpy().reshape(world_size, self.num_local)
         received_splits = per_source.sum(1).tolist()
-        received = self._exchange(x.index_select(0, order // top_k), send_splits, received_splits)
-        slots = torch.arange(self.num_local, device=x.device).repeat(world_size)
-        by_slot = torch.argsort(torch.repeat_interleave(slots, received_counts), stable=True)
-        handle = _Handle(torch.argsort(by_slot), received_splits, send_splits, order, top_k)
-        return Dispatched(received.index_select(0, by_slot), per_source.sum(0).tolist(), handle)
+        outgoing = x.index_select(0, self._index(order // top_k))
+        received = self._exchange(outgoing, send_splits, received_splits)
+        slots = np.repeat(np.tile(np.arange(self.num_local), world_size), per_source.reshape(-1))
+        by_slot = np.argsort(slots, kind="stable")
+        handle = _Handle(
+            self._index(inverse(by_slot)), received_splits, send_splits, self._index(inverse(order)), top_k
+        )
+        return Dispatched(received.index_select(0, self._index(by_slot)), per_source.sum(0).tolist(), handle)
 
     def _exchange(self, rows: Tensor, send_splits: list[int], receive_splits: list[int]) -> Tensor:
         work, received = self._start(rows, send_splits, receive_splits)
@@ -142,7 +148,12 @@ class AllToAllDispatcher(Dispatcher):
             raise self._failed(error) from error
 
     def _finish(self, work: Work) -> None:
+        """Wait for a collective; on the CPU by asking first, since being woken takes longer than a small exchange."""
         try:
+            if self.device.type == "cpu":
+                deadline = time.monotonic() + POLL_S
+                while not work.is_completed() and time.monotonic() < deadline:
+                    os.sched_yield()
             work.wait()
         except RuntimeError as error:
             raise self._failed(error) from error

@@ -1,9 +1,10 @@
 """Dispatch without ranks: this one holds every expert."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ep.dispatch import Dispatched, Dispatcher, sort_by_slot
+from ep.dispatch import Dispatched, Dispatcher, inverse
 from ep.placement import ExpertPlacement
 
 
@@ -19,11 +20,12 @@ class LocalDispatcher(Dispatcher):
         """Nobody else to tell."""
 
     def dispatch(self, x: Tensor, topk_ids: Tensor) -> Dispatched:
-        order, counts = sort_by_slot(self._physical(topk_ids), self.placement.num_physical)
-        top_k = topk_ids.shape[1]
-        rows = x.index_select(0, order // top_k)
-        return Dispatched(rows, counts.tolist(), (order, top_k))
+        physical, top_k = self._physical(topk_ids), topk_ids.shape[1]
+        order = np.argsort(physical, kind="stable")
+        counts = np.bincount(physical, minlength=self.placement.num_physical)
+        rows = x.index_select(0, self._index(order // top_k))
+        return Dispatched(rows, counts.tolist(), (self._index(inverse(order)), top_k))
 
     def combine(self, rows: Tensor, handle: tuple[Tensor, int]) -> Tensor:
-        order, top_k = handle
-        return rows.new_empty(rows.shape).index_copy_(0, order, rows).unflatten(0, (-1, top_k))
+        undo, top_k = handle
+        return rows.index_select(0, undo).unflatten(0, (-1, top_k))

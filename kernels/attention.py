@@ -162,10 +162,11 @@ def paged_attention(qkv: Tensor, cache: Tensor, plan: AttentionPlan, num_heads: 
             kv = rows[:, :, num_heads:].unflatten(2, (2, kv_heads))
         else:
             kv = cache.index_select(0, group.blocks).view(group.size, -1, 2, kv_heads, head_dim)
+        keys, values = kv.permute(2, 0, 3, 1, 4).unbind(0)
         out = F.scaled_dot_product_attention(
             rows[:, :, :num_heads].transpose(1, 2),
-            kv[:, :, 0].transpose(1, 2),
-            kv[:, :, 1].transpose(1, 2),
+            keys,
+            values,
             attn_mask=group.mask,
             is_causal=group.mask is None,
             enable_gqa=True,

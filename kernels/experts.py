@@ -30,7 +30,7 @@ class GroupedExperts:
         for expert, count in enumerate(counts):
             if count:
                 hidden = self.gate_up[expert](rows[start : start + count])
-                gate, up = hidden.chunk(2, -1)
+                gate, up = hidden.view(count, 2, -1).unbind(1)
                 outputs.append(self.down[expert](F.silu(gate).mul_(up)))
                 start += count
         if not outputs:

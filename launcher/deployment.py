@@ -65,12 +65,14 @@ class Deployment:
 
     async def _start(self) -> None:
         cfg = self._config
-        if cfg.ray.address is None:
-            guardian = Guardian()
+        guardian = Guardian() if cfg.ray.address is None else None
+        if guardian is not None:
             self._stack.push_async_callback(asyncio.to_thread, guardian.release)
         self._say("joining Ray" if cfg.ray.address else "starting Ray")
         session = await self._enter_ray(cfg.ray)
         _reclaim_signals()
+        if guardian is not None:
+            guardian.watch_session(session.session_dir())
         from launcher.gang import Gang  # imports ray, which reads its environment then
 
         self._say(f"placing {cfg.dp} rank{'s' if cfg.dp > 1 else ''}")

@@ -8,10 +8,11 @@ from typing import Any, Self
 from launcher.config import ConfigError, RayConfig
 
 # Before ray is imported, and inherited by what it starts.
-_QUIET = {
+_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",  # Ray starts its workers at 15; a rank that is put off holds up all others
 }
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's least; only the ranks' specs and errors go through it
 
@@ -25,7 +26,7 @@ class RaySession:
         self._ray: Any = None
 
     def __enter__(self) -> Self:
-        for name, value in _QUIET.items():
+        for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import ray
 
@@ -47,6 +48,10 @@ class RaySession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ray.shutdown()
+
+    def session_dir(self) -> str:
+        """Ray's folder of this session on this node: logs and sockets."""
+        return self._ray._private.worker.global_worker.node.get_session_dir_path()
 
     def node_id(self) -> str:
         """Of the node this process is on."""
