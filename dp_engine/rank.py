@@ -90,7 +90,7 @@ def _join(spec: RankSpec, store: dist.Store | None, link: Link, witness: Witness
         timeout_s=spec.vote.control_timeout_s,
     )  # fmt: skip
     placement = ExpertPlacement.contiguous(config.num_experts, spec.world_size)
-    dispatcher = make_dispatcher(spec.experts.backend, placement, spec.rank, data)
+    dispatcher = make_dispatcher(spec.experts.backend, placement, spec.rank, data, device)
     started = time.monotonic()
     runner = ModelRunner.load(Path(spec.model_dir), spec.engine, placement, dispatcher, device, log.info)
     log.info("loaded in %.1f s on %s, %d threads", time.monotonic() - started, device, spec.threads)

@@ -19,7 +19,7 @@ from ep.placement import ExpertPlacement
 from kernels.attention import plan_attention
 from vote.decision import StepType
 
-WARM_UP_TOKENS = (1, 16, 128)
+WARM_UP_TOKENS = (1, 16)
 
 
 class ModelRunner:
@@ -78,6 +78,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run forwards of fixed shapes, the same on every rank, so that no request pays for first times. Uses the null
         block alone, and cleans it."""
+        self._model.warm_up()
         for num_tokens in WARM_UP_TOKENS:
             self.run(_warm_up_batch(num_tokens, self._cache.block_size))
         self._cache.clear_null_block()

@@ -1,24 +1,33 @@
 """The gated feed-forward networks of a rank's experts over rows grouped by expert."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear import PackedLinear
 
 
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """gate and up: [intermediate, hidden]; down: [hidden, intermediate]."""
+
+    gate: PackedLinear
+    up: PackedLinear
+    down: PackedLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """down(silu(gate(x)) * up(x)), [N, hidden] -> [N, hidden]"""
+        padded = self.gate.pad(x)
+        return self.down(self.up.mul(padded, self.gate.silu(padded)))[: len(x)]
+
+
 class GroupedExperts:
-    """E local experts, each `down(silu(gate(x)) * up(x))`. Owns their weights."""
+    """The local experts of one layer. Owns their weights."""
 
-    def __init__(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]):
-        """gate_up[e]: [2 * intermediate, hidden], gate first; down[e]: [hidden, intermediate]."""
-        self.gate_up = tuple(gate_up)
-        self.down = tuple(down)
-
-    def __len__(self) -> int:
-        return len(self.gate_up)
+    def __init__(self, experts: Sequence[Expert]):
+        self.experts = tuple(experts)
 
     def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """rows [R, hidden] sorted by local expert, counts[e] of them for expert e (R = sum) -> [R, hidden].
@@ -27,11 +36,9 @@ class GroupedExperts:
         """
         outputs = []
         start = 0
-        for expert, count in enumerate(counts):
+        for expert, count in zip(self.experts, counts, strict=True):
             if count:
-                hidden = self.gate_up[expert](rows[start : start + count])
-                gate, up = hidden.view(count, 2, -1).unbind(1)
-                outputs.append(self.down[expert](F.silu(gate).mul_(up)))
+                outputs.append(expert(rows[start : start + count]))
                 start += count
         if not outputs:
             return torch.empty_like(rows)

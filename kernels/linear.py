@@ -18,18 +18,34 @@ def packing_works() -> bool:
     try:
         packed = mkldnn._reorder_linear_weight(weight)
         plain = mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        swish = mkldnn._linear_pointwise(x, packed, None, "swish", [], "")
         added = mkldnn._linear_pointwise.binary(x, plain, packed, None, "add")
+        times = mkldnn._linear_pointwise.binary(x, plain, packed, None, "mul")
     except (RuntimeError, TypeError, AttributeError):  # no bf16 on this CPU, or another signature
         return False
     expected = F.linear(x, weight)
-    return torch.allclose(plain, expected) and torch.allclose(added, expected + expected, rtol=0.02)
+    pairs = ((plain, expected), (swish, F.silu(expected)), (added, expected + expected), (times, expected * expected))
+    return all(torch.allclose(ours, theirs, rtol=0.02) for ours, theirs in pairs)
+
+
+def bucket(rows: int) -> int:
+    """The number of rows to compute for `rows`: itself up to 16, then up to an eighth more.
+
+    oneDNN compiles a kernel for every new number of rows, which takes longer than the product itself; with buckets
+    there are some sixty of them up to 2048 rows, and they are soon all compiled.
+    """
+    if rows <= 16:
+        return rows
+    step = max(16, 1 << (rows.bit_length() - 4))
+    return -(-rows // step) * step
 
 
 class PackedLinear:
-    """`x @ weight.T` with a fixed weight [out, in].
+    """`x @ weight.T` with a fixed weight [out, in], alone or with what follows it.
 
-    On a CPU in bf16 the weight is kept only in oneDNN's own layout, which reads memory up to twice as fast at few rows;
-    otherwise as given. The object owns its weight; the caller drops the one passed in.
+    On a CPU in bf16 the weight is kept only in oneDNN's own layout, which reads memory up to twice as fast at few rows,
+    and what follows is computed in fp32 before the only rounding; otherwise weight and roundings are as in `F.linear`.
+    x is [N, in] with any N, 0 included. The object owns its weight; the caller drops the one passed in.
     """
 
     def __init__(self, weight: Tensor):
@@ -40,13 +56,37 @@ class PackedLinear:
         else:
             self.weight = weight.contiguous()
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [N, in] (any N, 0 included) -> [N, out]; plus `residual` [N, out] if given, rounded once where fused."""
-        if not x.shape[0]:
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, out]"""
+        return self._unary(x, "none") if self.packed else F.linear(x, self.weight)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """silu of it, [N, out]"""
+        return self._unary(x, "swish") if self.packed else F.silu(F.linear(x, self.weight))
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        """Plus `other` [N, out]."""
+        return self._binary(x, other, "add") if self.packed else F.linear(x, self.weight).add_(other)
+
+    def mul(self, x: Tensor, other: Tensor) -> Tensor:
+        """Times `other` [N, out], element by element."""
+        return self._binary(x, other, "mul") if self.packed else F.linear(x, self.weight).mul_(other)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """x with rows of zeros up to its bucket, where this matters: for several products of the same rows."""
+        missing = bucket(len(x)) - len(x) if self.packed else 0
+        return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+    def _unary(self, x: Tensor, name: str) -> Tensor:
+        rows = len(x)
+        if not rows:
             return x.new_empty(0, self.out_features)
-        if not self.packed:
-            out = F.linear(x, self.weight)
-            return out if residual is None else out.add_(residual)
-        if residual is None:
-            return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, None, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, None, "add")
+        out = torch.ops.mkldnn._linear_pointwise.default(self.pad(x), self.weight, None, name, [], "")
+        return out if len(out) == rows else out[:rows]
+
+    def _binary(self, x: Tensor, other: Tensor, name: str) -> Tensor:
+        rows = len(x)
+        if not rows:
+            return x.new_empty(0, self.out_features)
+        out = torch.ops.mkldnn._linear_pointwise.binary(self.pad(x), self.pad(other), self.weight, None, name)
+        return out if len(out) == rows else out[:rows]

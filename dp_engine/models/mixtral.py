@@ -14,10 +14,12 @@ from dp_engine.model_config import ModelConfig
 from ep.dispatch import Dispatcher
 from ep.moe import MoELayer
 from kernels.attention import AttentionPlan, paged_attention, write_kv
-from kernels.experts import GroupedExperts
-from kernels.linear import PackedLinear
+from kernels.experts import Expert, GroupedExperts
+from kernels.linear import PackedLinear, bucket
 from kernels.norm import rms_norm
 from kernels.rotary import RotaryTable, rotate_
+
+WARM_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,16 @@ class Mixtral:
         last = x.index_select(0, step.last_rows)
         return self.lm_head(rms_norm(last, self.norm, eps))
 
+    def warm_up(self) -> None:
+        """Have what oneDNN compiles per number of rows compiled for decode steps. Enters no collective."""
+        layer, width = self.layers[0], self.config.num_heads * self.config.head_dim
+        for rows in sorted({bucket(rows) for rows in range(1, WARM_ROWS + 1)}):
+            x = self.embedding.new_zeros(rows, self.config.hidden_size)
+            layer.out.add(layer.qkv(x)[:, :width].contiguous(), x)
+            for expert in layer.moe.experts.experts[:1]:
+                expert(x)
+            self.lm_head(x[:16])
+
     def _attention(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, step: Step, cache: Tensor) -> Tensor:
         """x [T, H] plus its attention."""
         heads, kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
@@ -92,7 +104,7 @@ class Mixtral:
         by_head = qkv.view(-1, heads + 2 * kv_heads, head_dim)
         rotate_(by_head[:, : heads + kv_heads], cos, sin)
         write_kv(cache, step.slots, qkv[:, heads * head_dim :])
-        return layer.out(paged_attention(by_head, cache, step.attention, heads), residual=x)
+        return layer.out.add(paged_attention(by_head, cache, step.attention, heads), x)
 
 
 class _Loader:
@@ -133,7 +145,6 @@ class _Loader:
         )
         widths = {"q": q_width, "k": kv_width, "v": kv_width}
         qkv = [self.take(f"{prefix}.self_attn.{part}_proj.weight", width, hidden) for part, width in widths.items()]
-        experts = [self._expert(prefix, expert) for expert in self.local_experts]
         gate = f"{prefix}.{'mlp' if self.fused else 'block_sparse_moe'}.gate.weight"
         return _Layer(
             input_norm=self.take(f"{prefix}.input_layernorm.weight", hidden),
@@ -142,14 +153,14 @@ class _Loader:
             moe_norm=self.take(f"{prefix}.post_attention_layernorm.weight", hidden),
             moe=MoELayer(
                 self.take(gate, config.num_experts, hidden),
-                GroupedExperts([gate_up for gate_up, _ in experts], [down for _, down in experts]),
+                GroupedExperts([self._expert(prefix, expert) for expert in self.local_experts]),
                 config.top_k,
                 self.dispatcher,
             ),
         )
 
-    def _expert(self, prefix: str, expert: int) -> tuple[PackedLinear, PackedLinear]:
-        """gate_up and down of one logical expert."""
+    def _expert(self, prefix: str, expert: int) -> Expert:
+        """One logical expert."""
         config = self.config
         hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_experts
         if self.fused:
@@ -159,11 +170,12 @@ class _Loader:
                 self.checkpoint.take_part(f"{name}.{part}", expert, shape, self.config.dtype).to(device)
                 for part, shape in shapes.items()
             )
+            gate, up = gate_up.chunk(2)
         else:
             name = f"{prefix}.block_sparse_moe.experts.{expert}"
             gate, up = (self.take(f"{name}.{part}.weight", inner, hidden) for part in ("w1", "w3"))
-            gate_up, down = torch.cat((gate, up)), self.take(f"{name}.w2.weight", hidden, inner)
-        return PackedLinear(gate_up), PackedLinear(down)
+            down = self.take(f"{name}.w2.weight", hidden, inner)
+        return Expert(PackedLinear(gate), PackedLinear(up), PackedLinear(down))
 
     def finish(self) -> list[str]:
         """Names that nobody uses. An expert or a layer beyond the config's is an error: wrong config."""

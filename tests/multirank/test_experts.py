@@ -14,7 +14,7 @@ from ep.dispatch import CPU, CollectiveFailed, Dispatcher, make_dispatcher
 from ep.local import LocalDispatcher
 from ep.moe import MoELayer, route_softmax
 from ep.placement import ExpertPlacement
-from kernels.experts import GroupedExperts
+from kernels.experts import Expert, GroupedExperts
 from kernels.linear import PackedLinear
 from tests.multirank.gang import GangError, run_gang
 
@@ -52,11 +52,11 @@ class Case:
         """With the experts of the dispatcher's rank; equal on all ranks where they are the same."""
         generator = torch.Generator().manual_seed(1)
         router = torch.randn(self.num_experts, HIDDEN, generator=generator)
-        gate_up = torch.randn(self.num_experts, 2 * INNER, HIDDEN, generator=generator).to(self.dtype) / 4
-        down = torch.randn(self.num_experts, HIDDEN, INNER, generator=generator).to(self.dtype) / 4
+        shapes = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
+        weights = [torch.randn(self.num_experts, *s, generator=generator).to(self.dtype) / 4 for s in shapes]
         own = dispatcher.placement.local_experts(dispatcher.rank)
-        experts = GroupedExperts([PackedLinear(gate_up[e]) for e in own], [PackedLinear(down[e]) for e in own])
-        return MoELayer(router, experts, TOP_K, dispatcher)
+        experts = [Expert(*(PackedLinear(part[expert]) for part in weights)) for expert in own]
+        return MoELayer(router, GroupedExperts(experts), TOP_K, dispatcher)
 
 
 def outputs_of(case: Case, dispatcher: Dispatcher, share: slice) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kernels import linear
 from kernels.attention import group_by_length, group_decodes, paged_attention, plan_attention, write_kv
-from kernels.experts import GroupedExperts
-from kernels.linear import PackedLinear
+from kernels.experts import Expert, GroupedExperts
+from kernels.linear import PackedLinear, bucket
 from kernels.norm import rms_norm
 from kernels.rotary import RotaryTable, rotate_
 
@@ -21,14 +21,20 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [0, 1, 3, 16, 65])
+@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 65])
 def test_packed_linear_is_linear(dtype: torch.dtype, rows: int) -> None:
     torch.manual_seed(rows)
     weight, x = torch.randn(48, 32).to(dtype), torch.randn(rows, 32).to(dtype)
-    residual = torch.randn(rows, 48).to(dtype)
-    packed = PackedLinear(weight)
-    torch.testing.assert_close(packed(x), F.linear(x, weight))
-    torch.testing.assert_close(packed(x, residual=residual), F.linear(x, weight) + residual, rtol=0.02, atol=0.02)
+    other = torch.randn(rows, 48).to(dtype)
+    packed, expected = PackedLinear(weight), F.linear(x, weight)
+    torch.testing.assert_close(packed(x), expected)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    for ours, theirs in (
+        (packed.silu(x), F.silu(expected)),
+        (packed.add(x, other), expected + other),
+        (packed.mul(x, other), expected * other),
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_without_private_operators_linear_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +43,14 @@ def test_without_private_operators_linear_falls_back(monkeypatch: pytest.MonkeyP
     packed = PackedLinear(weight)
     assert not packed.packed
     assert torch.equal(packed(x), F.linear(x, weight))
+
+
+def test_buckets_are_few_and_close() -> None:
+    assert [bucket(rows) for rows in (0, 1, 15, 16, 17, 33, 128, 129, 257, 2048)] == [
+        0, 1, 15, 16, 32, 48, 128, 144, 288, 2048,
+    ]  # fmt: skip
+    assert all(rows <= bucket(rows) <= max(rows + 15, rows * 9 / 8) for rows in range(5000))
+    assert len({bucket(rows) for rows in range(2049)}) < 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -66,17 +80,17 @@ def test_norm_and_rotary_round_as_transformers(dtype: torch.dtype, rows: int) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("counts", [[0, 0, 0], [0, 5, 0], [1, 0, 2], [4, 4, 4]])
+@pytest.mark.parametrize("counts", [[0, 0, 0], [0, 5, 0], [1, 0, 2], [4, 4, 4], [19, 0, 35]])
 def test_experts_are_their_networks(counts: list[int], dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    gate_up = [torch.randn(2 * 24, 16).to(dtype) / 4 for _ in counts]
-    down = [torch.randn(16, 24).to(dtype) / 4 for _ in counts]
+    shapes = ((24, 16), (24, 16), (16, 24))
+    weights = [[torch.randn(shape).to(dtype) / 4 for shape in shapes] for _ in counts]
     rows = torch.randn(sum(counts), 16).to(dtype)
-    experts = GroupedExperts([PackedLinear(weight) for weight in gate_up], [PackedLinear(weight) for weight in down])
+    experts = GroupedExperts([Expert(*map(PackedLinear, three)) for three in weights])
     expected = torch.empty_like(rows)
     for row, expert in enumerate(np.repeat(np.arange(3), counts)):
-        gate, up = F.linear(rows[row], gate_up[expert]).chunk(2)
-        expected[row] = F.linear(F.silu(gate) * up, down[expert])
+        gate, up, down = weights[expert]
+        expected[row] = F.linear(F.silu(F.linear(rows[row], gate)) * F.linear(rows[row], up), down)
     tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(experts(rows, counts), expected, rtol=tolerance, atol=tolerance)
 
