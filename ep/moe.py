@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ep.dispatch import Dispatcher
-from kernels.experts import GroupedExperts
+from kernels.experts import Experts
 
 
 def route_softmax(x: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def route_softmax(x: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tensor
 class MoELayer:
     """Router and this rank's experts of one layer. Every rank calls it once per forward, tokens or not."""
 
-    def __init__(self, router: Tensor, experts: GroupedExperts, top_k: int, dispatcher: Dispatcher):
+    def __init__(self, router: Tensor, experts: Experts, top_k: int, dispatcher: Dispatcher):
         """router: [E, H], kept in fp32."""
         self.router = router.float()
         self.experts = experts

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from kernels import amx
 from kernels.linear import PackedLinear
 
 
@@ -43,3 +45,13 @@ class GroupedExperts:
         if not outputs:
             return torch.empty_like(rows)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+Experts: TypeAlias = "amx.AmxExperts | GroupedExperts"
+
+
+def make_experts(weights: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Experts:
+    """The fastest experts for these weights here: gate and up [inner, hidden], down [hidden, inner] of each."""
+    if weights and amx.usable(*(weight for three in weights for weight in three)):
+        return amx.AmxExperts(weights)
+    return GroupedExperts([Expert(*(PackedLinear(weight) for weight in three)) for three in weights])

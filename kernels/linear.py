@@ -1,10 +1,13 @@
 """Linear layers without bias, with the weight laid out once for the machine that runs it."""
 
 from functools import cache
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels import amx
 
 
 @cache
@@ -90,3 +93,11 @@ class PackedLinear:
             return x.new_empty(0, self.out_features)
         out = torch.ops.mkldnn._linear_pointwise.binary(self.pad(x), self.pad(other), self.weight, None, name)
         return out if len(out) == rows else out[:rows]
+
+
+Linear: TypeAlias = "amx.AmxLinear | PackedLinear"
+
+
+def make_linear(weight: Tensor) -> Linear:
+    """The fastest layer for this weight [out, in] here: AMX tiles, oneDNN, or plain `F.linear`."""
+    return amx.AmxLinear(weight) if amx.usable(weight) else PackedLinear(weight)

@@ -1,6 +1,5 @@
 """The one configuration schema: YAML files, `--set key=value`, the CLI's flags and the docs all come from it."""
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,10 +116,3 @@ def _first_error(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown setting {key!r}"
     return f"setting {key!r}: {first['msg']} (got {first['input']!r})"
-
-
-def cache_dir() -> Path:
-    """The user's cache folder of phalanx (`$PHALANX_CACHE`, else `$XDG_CACHE_HOME/phalanx`, else ~/.cache/phalanx)."""
-    if explicit := os.environ.get("PHALANX_CACHE"):
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"

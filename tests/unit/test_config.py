@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from launcher.config import ConfigError, DeploymentConfig, cache_dir, load_config
+from kernels.native import cache_dir
+from launcher.config import ConfigError, DeploymentConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

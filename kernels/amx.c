@@ -1,0 +1,139 @@
+/* bf16 matrix products with weights packed for AMX tiles, for one thread.
+ *
+ * At the few rows of a decode step a product is a walk through the weights, so the packed weight is one stream in the
+ * order of use, and prefetched by hand: the hardware does not see tile loads coming.
+ *
+ * Packed weight [N, K], N and K multiples of 32: strips of 32 outputs; in a strip, for every 32 inputs, two tiles of
+ * 16 outputs, 1 KB each: row r holds inputs 2r and 2r+1 of the 16 outputs, as `tdpbf16ps` wants it.
+ * Sums are fp32; results are rounded to bf16 once, to nearest even.
+ */
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define TILE_BYTES 1024
+#define AHEAD (16 * TILE_BYTES) /* prefetch distance */
+
+typedef uint16_t bf16;
+
+/* 0 if this process may use AMX tiles. */
+int phalanx_amx_init(void) { return (int)syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18); }
+
+void phalanx_amx_pack(const bf16 *w, long n, long k, bf16 *out) {
+    for (long strip = 0; strip < n; strip += 32)
+        for (long kb = 0; kb < k; kb += 32)
+            for (long half = 0; half < 32; half += 16)
+                for (long r = 0; r < 16; r++)
+                    for (long c = 0; c < 16; c++) {
+                        memcpy(out, w + (strip + half + c) * k + kb + 2 * r, 2 * sizeof(bf16));
+                        out += 2;
+                    }
+}
+
+struct tile_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t colsb[16];
+    uint8_t rows[16];
+};
+
+/* Tiles 0, 1: sums [rows, 16] fp32; 2: inputs [rows, 32]; 3, 4: weights. */
+static void configure(int rows) {
+    struct tile_config config = {.palette = 1};
+    for (int tile = 0; tile < 5; tile++) {
+        config.colsb[tile] = 64;
+        config.rows[tile] = tile < 3 ? rows : 16;
+    }
+    _tile_loadconfig(&config);
+}
+
+/* sums [2][16][16] = x [rows, k] times one strip of 32 outputs. */
+static inline void strip_product(const bf16 *x, long ldx, const char *w, long k, float *sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (long kb = 0; kb < k; kb += 32) {
+        for (int line = 0; line < 2 * TILE_BYTES; line += 64) _mm_prefetch(w + AHEAD + line, _MM_HINT_T0);
+        _tile_loadd(2, x + kb, ldx * sizeof(bf16));
+        _tile_loadd(3, w, 64);
+        _tile_dpbf16ps(0, 2, 3);
+        _tile_loadd(4, w + TILE_BYTES, 64);
+        _tile_dpbf16ps(1, 2, 4);
+        w += 2 * TILE_BYTES;
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + 256, 64);
+}
+
+static inline void store16(bf16 *y, __m512 v) { _mm256_storeu_si256((__m256i *)y, (__m256i)_mm512_cvtneps_pbh(v)); }
+
+static inline __m512 load16(const bf16 *y) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)y)), 16));
+}
+
+/* e^x: 2^n times a polynomial on [-ln2/2, ln2/2]; relative error below 2e-7. */
+static inline __m512 exp16(__m512 x) {
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* y [m, n] = x [m, k] @ w.T, plus `add` [m, n] unless it is null. Rows of x lie ldx elements apart. */
+void phalanx_amx_linear(const bf16 *x, long m, long ldx, const char *w, long n, long k, const bf16 *add, bf16 *y) {
+    float sums[512] __attribute__((aligned(64)));
+    int configured = 0;
+    for (long strip = 0; strip < n; strip += 32, w += 64 * k)
+        for (long row = 0; row < m; row += 16) {
+            int rows = (int)(m - row < 16 ? m - row : 16);
+            if (rows != configured) configure(configured = rows);
+            strip_product(x + row * ldx, ldx, w, k, sums);
+            for (int r = 0; r < rows; r++)
+                for (int half = 0; half < 2; half++) {
+                    long at = (row + r) * n + strip + 16 * half;
+                    __m512 v = _mm512_load_ps(sums + 256 * half + 16 * r);
+                    if (add) v = _mm512_add_ps(v, load16(add + at));
+                    store16(y + at, v);
+                }
+        }
+    _tile_release();
+}
+
+/* y [m, n] = silu(x @ gate.T) * (x @ up.T); w holds 16 outputs of gate and the same 16 of up in each strip. */
+static void gated(const bf16 *x, long m, const char *w, long n, long k, bf16 *y) {
+    float sums[512] __attribute__((aligned(64)));
+    int configured = 0;
+    for (long at = 0; at < n; at += 16, w += 64 * k)
+        for (long row = 0; row < m; row += 16) {
+            int rows = (int)(m - row < 16 ? m - row : 16);
+            if (rows != configured) configure(configured = rows);
+            strip_product(x + row * k, k, w, k, sums);
+            for (int r = 0; r < rows; r++) {
+                __m512 gate = _mm512_load_ps(sums + 16 * r), up = _mm512_load_ps(sums + 256 + 16 * r);
+                __m512 one = _mm512_set1_ps(1.0f);
+                __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
+                store16(y + (row + r) * n + at, _mm512_mul_ps(silu, up));
+            }
+        }
+    _tile_release();
+}
+
+/* Gated networks over rows [sum(counts), hidden] grouped by expert; scratch [max(counts), inner]. */
+void phalanx_amx_experts(const bf16 *rows, const long *counts, long experts, const char *const *gate_up,
+                         const char *const *down, long hidden, long inner, bf16 *scratch, bf16 *out) {
+    for (long e = 0; e < experts; e++) {
+        if (!counts[e]) continue;
+        gated(rows, counts[e], gate_up[e], inner, hidden, scratch);
+        phalanx_amx_linear(scratch, counts[e], inner, down[e], hidden, inner, 0, out);
+        rows += counts[e] * hidden;
+        out += counts[e] * hidden;
+    }
+}
