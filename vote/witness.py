@@ -5,13 +5,17 @@ while ranks hang. Nothing is read before something has failed.
 """
 
 import re
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from vote.ballot import BallotKind
 from vote.errors import LockstepBroken
+
+STORE_TIMEOUT_S = 2.0  # beyond the grace
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -64,7 +68,7 @@ class Witness:
             return LockstepBroken(self.rank, mark.step, what, {}, detail)
         self.last_words(f"waits: {mark} in {what}")
         try:
-            culprits = self._culprits()
+            culprits = self._ask(self._culprits)
         except RuntimeError:
             culprits = {0: "does not answer (it keeps the gang's store)"}
         return LockstepBroken(self.rank, mark.step, what, culprits, detail)
@@ -78,10 +82,34 @@ class Witness:
         words = ", ".join(f"{name}={own[name]}" for name in fields)
         self.last_words(f"voted: {words}")
         try:
-            votes = {rank: text for rank, text in self._wait_for_words().items() if text.startswith("voted: ")}
+            words_by_rank = self._ask(self._wait_for_words)
+            votes = {rank: text for rank, text in words_by_rank.items() if text.startswith("voted: ")}
         except RuntimeError:
             votes = {}
         return LockstepBroken(self.rank, mark.step, "the ballot", _minority(votes), error)
+
+    def _ask(self, question: Callable[[], dict[int, str]]) -> dict[int, str]:
+        """Answer a question from the store. Raises RuntimeError when the store is gone or does not answer in time.
+
+        Asked from a thread that is left behind if need be: rank 0, which keeps the store, may be what hangs, and then
+        the store's client blocks for ever, whatever time-out it is given.
+        """
+        answers: list[dict[int, str] | RuntimeError] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except RuntimeError as error:
+                answers.append(error)
+
+        thread = threading.Thread(target=ask, name="witness", daemon=True)
+        thread.start()
+        thread.join(self._grace_s + STORE_TIMEOUT_S)
+        if not answers:
+            raise RuntimeError("the gang's store does not answer")
+        if isinstance(answers[0], RuntimeError):
+            raise answers[0]
+        return answers[0]
 
     def _culprits(self) -> dict[int, str]:
         """Ranks with a failure of their own first; else those that say nothing; else those furthest behind."""
