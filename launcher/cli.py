@@ -112,7 +112,8 @@ def show_config(
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, int]], terminal: Terminal) -> None:
-    from launcher.deployment import DeploymentFailed, configure_logging
+    from launcher.deployment import configure_logging
+    from launcher.errors import DeploymentFailed
     from launcher.serve import leave, run_until_signal
 
     configure_logging()

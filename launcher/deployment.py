@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from launcher.config import ConfigError, DeploymentConfig, RayConfig
+from launcher.errors import DeploymentFailed
 from launcher.guardian import Guardian
 from launcher.keys import LaunchKeys
 from launcher.ray_session import RaySession
@@ -22,10 +23,6 @@ SHUTDOWN_S = 3.0  # for ranks to leave their loop together before they are kille
 LEAVE_RAY_S = 2.5  # for each step of leaving Ray
 VERDICT_S = 10.0  # after the router has failed, for the gang to say why
 EPOCH = 1  # of the first gang
-
-
-class DeploymentFailed(RuntimeError):
-    """The ranks did not come up, or ended unasked; the message names the rank and says why."""
 
 
 class Deployment:

@@ -1,4 +1,4 @@
-"""What is wrong with a request, in words for its sender."""
+"""Errors of the launcher that are told to somebody: to the sender of a request, or to who started the deployment."""
 
 
 class RequestError(ValueError):
@@ -9,3 +9,7 @@ class RequestError(ValueError):
         self.message = message
         self.param = param
         self.code = code
+
+
+class DeploymentFailed(RuntimeError):
+    """The ranks did not come up, or ended unasked; the message names the rank and says why."""

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dp_engine.link import RankKeys
 from dp_engine.spec import RankSpec
 from launcher.config import ConfigError, DeploymentConfig
+from launcher.errors import DeploymentFailed
 from launcher.rank_actor import RankActor, Rendezvous, Whereabouts
 
 log = logging.getLogger(__name__)
@@ -171,7 +172,9 @@ def _get(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
     try:
         return ray.get(list(refs), timeout=timeout_s)
     except GetTimeoutError:
-        raise ConfigError(f"{what} did not come up within {timeout_s:g} s") from None
+        raise DeploymentFailed(f"{what} did not come up within {timeout_s:g} s") from None
+    except RayError as error:
+        raise DeploymentFailed(f"{what} did not come up: {_one_line(error)}") from None
 
 
 def _check_fits(bundle: dict[str, float], ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,6 +29,8 @@ class RaySession:
     def __enter__(self) -> Self:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if self._config.address is not None:
+            _choose_authentication(self._config.address)
         import ray
 
         self._ray = ray
@@ -60,3 +63,32 @@ class RaySession:
     def node_ip(self) -> str:
         """This node's address as the cluster knows it."""
         return self._ray.util.get_node_ip_address()
+
+
+def _choose_authentication(address: str) -> None:
+    """Use the token of this user if the cluster at an explicit address wants one; must come before ray is imported.
+
+    Ray itself neither finds that out nor forgives a token where none is wanted. Raises ConfigError when there is none.
+    """
+    if "RAY_AUTH_MODE" in os.environ or not _wants_token(address):
+        return
+    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not given and not (Path.home() / ".ray" / "auth_token").exists():
+        raise ConfigError(
+            f"the Ray cluster at {address} wants an authentication token: put the cluster's token into "
+            "~/.ray/auth_token or RAY_AUTH_TOKEN"
+        )
+    os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def _wants_token(address: str) -> bool:
+    """One call that any cluster answers, without a token; what else may be wrong is left for `ray.init` to say."""
+    import grpc
+
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            ask(b"", timeout=5)
+        except grpc.RpcError as error:
+            return error.code() == grpc.StatusCode.UNAUTHENTICATED
+    return False

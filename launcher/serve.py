@@ -14,7 +14,8 @@ from typing import Any
 import uvloop
 
 from launcher.config import ConfigError, DeploymentConfig
-from launcher.deployment import Deployment, DeploymentFailed, resolve_model
+from launcher.deployment import Deployment, resolve_model
+from launcher.errors import DeploymentFailed
 from launcher.front.app import make_app
 from launcher.http import bind_http, serve_http
 from launcher.offline import BadInput, generate_file, read_requests
