@@ -11,8 +11,8 @@ from vote.decision import StepType
 class SamplingBatch:
     """Sampling parameters of the B sequences of a batch, one entry each.
 
-    temperature, top_p: float32; top_k: int32 (0: off); seed: uint64; position: int64, the index that the new token will
-    have in its sequence (prompt included).
+    temperature, top_p: float32; top_k: int32 (0: off); seed: uint64; position: int64, the index that the first new
+    token will have in its sequence (prompt included).
     """
 
     temperature: np.ndarray
@@ -28,8 +28,13 @@ class Batch:
 
     input_ids, positions, slots: int64 [T]; a slot is block * block_size + offset, where the token's KV goes.
     seqlens_q: int32 [B], sums to T. seqlens_k: int32 [B], KV length of the sequence after this step (>= seqlens_q).
+    num_drafts: int32 [B]; the last num_drafts[i] query tokens of sequence i are guesses.
     block_tables: int32 [B, W], W = most blocks of any sequence here; unused entries are 0, the null block.
-    Every sequence yields exactly one token, drawn at its last query position.
+    block_copies: int64 [C, 2], blocks to copy (source, destination) before anything is written.
+    state_slots: int32 [B], state area of each sequence, 0 without; state_copies: int64 [S, 2], like block_copies.
+
+    Every sequence yields 1 + num_drafts[i] tokens, drawn at its last 1 + num_drafts[i] query positions, whatever they
+    are good for; a result is these tokens of all sequences in order, int64 [sum(1 + num_drafts)].
     """
 
     step_type: StepType
@@ -38,7 +43,11 @@ class Batch:
     slots: np.ndarray
     seqlens_q: np.ndarray
     seqlens_k: np.ndarray
+    num_drafts: np.ndarray
     block_tables: np.ndarray
+    block_copies: np.ndarray
+    state_slots: np.ndarray
+    state_copies: np.ndarray
     sampling: SamplingBatch
 
     def __len__(self) -> int:
@@ -47,3 +56,7 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.seqlens_q) + int(self.num_drafts.sum())

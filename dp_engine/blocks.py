@@ -1,5 +1,7 @@
-"""The KV block pool of a rank: block numbers and reference counts, no memory."""
+"""The KV block pool of a rank: block numbers, reference counts and names, no memory."""
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from enum import Enum
 
 import numpy as np
@@ -16,9 +18,12 @@ class Admission(Enum):
 
 
 class BlockPool:
-    """Blocks 1..num_blocks-1. Free blocks are a FIFO: freed ones go to the tail.
+    """Blocks 1..num_blocks-1, each free or referenced. State slots are such a pool too.
 
-    Invariant: a block is in the free list exactly once, or has a reference count above 0.
+    Free blocks without a name are a FIFO. A block may be named for its content (prefix cache); freed, it keeps the name
+    and can be taken again by it, until blocks without a name run out: then the one longest unused loses its name.
+
+    Invariant: a block without references is in the FIFO or, with a name, in the LRU order; exactly once.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -26,14 +31,28 @@ class BlockPool:
             raise ValueError(f"a pool needs at least 2 blocks (one is the null block), got {num_blocks}")
         self.num_blocks = num_blocks
         self.capacity = num_blocks - 1
+        self.num_free = self.capacity  # with and without name
         self._references = np.zeros(num_blocks, np.int32)
-        self._free = np.arange(1, num_blocks, dtype=np.int32)  # ring buffer
+        self._unnamed = np.arange(1, num_blocks, dtype=np.int32)  # ring buffer
         self._head = 0
-        self.num_free = self.capacity
+        self._num_unnamed = self.capacity
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free blocks with a name, longest unused first
+        self._key_of: dict[int, bytes] = {}
+        self._blocks_of: dict[bytes, list[int]] = {}  # copies of the same content, first named first
 
     @property
     def num_used(self) -> int:
         return self.capacity - self.num_free
+
+    @property
+    def references(self) -> np.ndarray:
+        """How often each block is held, int32 [num_blocks]; not to be written to."""
+        return self._references
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that still hold a named prefix."""
+        return len(self._cached)
 
     def can_allocate(self, count: int) -> Admission:
         if count > self.capacity:
@@ -41,11 +60,19 @@ class BlockPool:
         return Admission.OK if count <= self.num_free else Admission.LATER
 
     def allocate(self, count: int) -> np.ndarray:
-        """Take `count` blocks, int32 [count], each with one reference."""
+        """Take `count` blocks, int32 [count], each with one reference and no name."""
         if count > self.num_free:
             raise RuntimeError(f"block pool: {count} blocks wanted, {self.num_free} free")
-        blocks = self._free[(self._head + np.arange(count)) % self.capacity]
-        self._head = (self._head + count) % self.capacity
+        while self._num_unnamed < count:
+            block, _ = self._cached.popitem(last=False)
+            self._unname(block)
+            self._append(np.array([block], np.int32))
+        first, end = self._head, self._head + count
+        blocks = self._unnamed[first:end].copy() if end <= self.capacity else self._unnamed.take(
+            np.arange(first, end), mode="wrap"
+        )  # fmt: skip
+        self._head = end % self.capacity
+        self._num_unnamed -= count
         self.num_free -= count
         self._references[blocks] = 1
         return blocks
@@ -57,19 +84,83 @@ class BlockPool:
         self._references[blocks] += 1
 
     def free(self, blocks: np.ndarray) -> None:
-        """Drop a reference of each block (all different, all in use); those left without one become free."""
-        if (self._references[blocks] <= 0).any():
-            raise RuntimeError(f"block pool: freeing free blocks {blocks[self._references[blocks] <= 0].tolist()}")
-        self._references[blocks] -= 1
-        released = blocks[self._references[blocks] == 0]
-        tail = self._head + self.num_free
-        self._free[(tail + np.arange(len(released))) % self.capacity] = released
+        """Drop a reference of each block (all different, all in use), last block first; those left without one become
+        free."""
+        blocks = blocks[::-1]
+        left = self._references[blocks] - 1
+        if (left < 0).any():
+            raise RuntimeError(f"block pool: freeing free blocks {blocks[left < 0].tolist()}")
+        self._references[blocks] = left
+        released = blocks[left == 0]
         self.num_free += len(released)
+        if self._key_of:
+            named = [block in self._key_of for block in released.tolist()]
+            self._cached.update(dict.fromkeys(released[named].tolist()))
+            released = released[np.logical_not(named)]
+        self._append(released)
+
+    # ---- names
+
+    def name(self, block: int, key: bytes) -> None:
+        """Give a block in use its name. Several blocks may have the same."""
+        if self._references[block] <= 0 or block in self._key_of:
+            raise RuntimeError(f"block pool: block {block} cannot be named")
+        self._key_of[block] = key
+        self._blocks_of.setdefault(key, []).append(block)
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest run of known names from the first."""
+        found: list[int] = []
+        for key in keys:
+            blocks = self._blocks_of.get(key)
+            if blocks is None:
+                break
+            found.append(blocks[0])
+        return found
+
+    def num_free_among(self, blocks: list[int]) -> int:
+        """How many of these named blocks are free at present."""
+        return sum(block in self._cached for block in blocks)
+
+    def take(self, blocks: list[int]) -> None:
+        """Add a reference to each of these named blocks (all different), free or in use."""
+        for block in blocks:
+            if block in self._cached:
+                del self._cached[block]
+                self.num_free -= 1
+        self._references[blocks] += 1
+
+    def forget_names(self) -> None:
+        """Empty the prefix cache. Blocks in use stay with their owners."""
+        cached = np.array(list(self._cached), np.int32)
+        self._cached.clear()
+        self._key_of.clear()
+        self._blocks_of.clear()
+        self._append(cached)
 
     def check_integrity(self) -> None:
         """Raise if a block is neither free nor referenced, or both."""
-        free = self._free[(self._head + np.arange(self.num_free)) % self.capacity]
-        if len(set(free.tolist())) != self.num_free or (self._references[free] != 0).any():
+        unnamed = self._unnamed.take(np.arange(self._head, self._head + self._num_unnamed), mode="wrap").tolist()
+        free = [*unnamed, *self._cached]
+        if len(set(free)) != self.num_free or len(free) != self.num_free or (self._references[free] != 0).any():
             raise RuntimeError("block pool: the free list is corrupt")
         if self.num_free + int((self._references[1:] > 0).sum()) != self.capacity:
             raise RuntimeError("block pool: blocks are lost")
+        if any(block in self._key_of for block in unnamed) or any(block not in self._key_of for block in self._cached):
+            raise RuntimeError("block pool: the prefix cache is corrupt")
+        if sorted(block for blocks in self._blocks_of.values() for block in blocks) != sorted(self._key_of):
+            raise RuntimeError("block pool: names and blocks do not match")
+
+    def _unname(self, block: int) -> None:
+        key = self._key_of.pop(block)
+        blocks = self._blocks_of[key]
+        blocks.remove(block)
+        if not blocks:
+            del self._blocks_of[key]
+
+    def _append(self, blocks: np.ndarray) -> None:
+        count = len(blocks)
+        if count:
+            tail = self._head + self._num_unnamed
+            self._unnamed[np.arange(tail, tail + count) % self.capacity] = blocks
+            self._num_unnamed += count

@@ -7,9 +7,23 @@ from dataclasses import dataclass, field
 
 from dp_engine.batch import Batch
 from dp_engine.link import Link
-from dp_engine.messages import BALLOT_BUCKETS_S, Abort, Add, Histogram, Output, Rejected, Report, Shutdown, ToRank, Wake
-from dp_engine.runner import ModelRunner
-from dp_engine.scheduler import PhasedScheduler, Refused, StepOutput
+from dp_engine.messages import (
+    BALLOT_BUCKETS_S,
+    Abort,
+    Add,
+    Histogram,
+    Output,
+    Pause,
+    Ready,
+    Rejected,
+    Report,
+    ResetPrefixCache,
+    Shutdown,
+    ToRank,
+    Wake,
+)
+from dp_engine.scheduler import Refused, Scheduler, StepOutput
+from dp_engine.worker import StepWorker
 from ep.dispatch import CollectiveFailed
 from vote.decision import StepType
 from vote.protocol import Agreement, StepProtocol
@@ -39,46 +53,77 @@ class StepCounters:
 
 
 class Engine:
-    """Votes, schedules, computes, settles; one step after the other, until all ranks were asked to stop."""
+    """Votes, schedules, computes, settles; one step after the other, until all ranks were asked to stop.
+
+    With overlap a step is computed by `worker` while the next one is voted on and planned. Whether a step is in flight
+    follows from the tallies alone, so it is the same on all ranks at every vote.
+    """
 
     def __init__(
         self,
         link: Link,
         protocol: StepProtocol,
-        scheduler: PhasedScheduler,
-        runner: ModelRunner,
+        scheduler: Scheduler,
+        worker: StepWorker,
         counters: StepCounters,
+        *,
+        mixed: bool,
+        overlap: bool,
     ) -> None:
         self._link = link
         self._protocol = protocol
         self._scheduler = scheduler
-        self._runner = runner
+        self._worker = worker
         self._counters = counters
+        self._mixed = mixed
+        self._overlap = overlap
+        self._step: int | None = None  # number of the step in flight
         self._reported_at = 0.0
 
     def run(self) -> None:
         """Raises vote.errors.LockstepBroken, or whatever a step of this rank raises."""
+        scheduler = self._scheduler
         while True:
             for message in self._link.drain():
                 self._receive(message)
-            agreement = self._protocol.agree(self._scheduler.facts(), self._scheduler.try_prefill)
+            if self._mixed:
+                scheduler.plan(StepType.MIXED)
+            agreement = self._protocol.agree(scheduler.facts(), scheduler.try_prefill)
+            if agreement.compute and not self._mixed:
+                scheduler.plan(agreement.step_type)
+            settled = self._settle()
+            if agreement.compute and not agreement.stop:
+                self._issue(agreement)
+            self._send(settled)
             if agreement.stop:
                 return
-            if agreement.compute:
-                self._step(agreement)
-            elif agreement.sleep:
+            if not self._overlap:
+                self._send(self._settle())
+            if agreement.sleep:
                 self._sleep()
 
-    def _step(self, agreement: Agreement) -> None:
-        batch = self._scheduler.take(agreement.step_type)  # may be empty
+    def _issue(self, agreement: Agreement) -> None:
+        """Start the planned step: it enters every collective, its batch empty or not."""
+        batch = self._scheduler.batch()
+        self._counters.count_step(batch)
+        self._step = agreement.step
+        self._worker.submit(batch)
+
+    def _settle(self) -> tuple[int, StepOutput] | None:
+        """Wait for the step in flight, if there is one, and account for it."""
+        if self._step is None:
+            return None
+        step, self._step = self._step, None
         try:
-            tokens = self._runner.run(batch)  # enters every collective, batch empty or not
+            tokens = self._worker.result()
         except CollectiveFailed as error:
             self._protocol.broken(error, str(error))
-        self._counters.count_step(batch)
-        self._send(agreement.step, self._scheduler.settle(tokens))
+        return step, self._scheduler.settle(tokens)
 
-    def _send(self, step: int, output: StepOutput) -> None:
+    def _send(self, settled: tuple[int, StepOutput] | None) -> None:
+        if settled is None:
+            return
+        step, output = settled
         now = time.monotonic()
         report = None
         if now - self._reported_at >= REPORT_INTERVAL_S:
@@ -107,6 +152,15 @@ class Engine:
             case Abort():
                 for request_id in message.request_ids:
                     self._scheduler.abort(request_id)
+            case Ready():
+                self._scheduler.wake = max(self._scheduler.wake, message.wake)
+                self._scheduler.ready(message.request_id, message.error)
+            case Pause():
+                self._scheduler.wake = max(self._scheduler.wake, message.wake)
+                self._scheduler.pause(message.mode)
+            case ResetPrefixCache():
+                self._scheduler.wake = max(self._scheduler.wake, message.wake)
+                self._scheduler.reset_prefix_cache()
             case Shutdown():
                 self._scheduler.wake = max(self._scheduler.wake, message.wake)
                 self._scheduler.wants_stop = True
@@ -122,9 +176,16 @@ class Engine:
             decode_steps=counters.steps[StepType.DECODE],
             idle_sleeps=counters.idle_sleeps,
             placeholder_steps=counters.placeholder_steps,
+            mixed_steps=counters.steps[StepType.MIXED],
             prompt_tokens=scheduler.counters.prompt_tokens,
             generated_tokens=scheduler.counters.generated_tokens,
             preemptions=scheduler.counters.preemptions,
+            prefix_query_tokens=scheduler.resources.queried_tokens,
+            prefix_hit_tokens=scheduler.resources.hit_tokens,
+            draft_tokens=scheduler.counters.draft_tokens,
+            accepted_draft_tokens=scheduler.counters.accepted_draft_tokens,
+            forks=scheduler.counters.forks,
+            cached_blocks=scheduler.pool.num_cached,
             bad_messages=self._link.bad_messages,
             ballots=counters.ballots,
         )

@@ -1,5 +1,6 @@
 """The memory of a rank's KV blocks."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,15 @@ class KVCache:
         ]
         self.num_blocks = num_blocks
         self.block_size = engine.block_size
+
+    def copy_blocks(self, copies: np.ndarray) -> None:
+        """Copy blocks in every layer: int64 [C, 2], (source, destination). All sources are read before anything is
+        written; destinations are distinct."""
+        if not len(copies):
+            return
+        sources, destinations = torch.from_numpy(copies.T.copy()).to(self.layers[0].device)
+        for layer in self.layers:
+            layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
     def clear_null_block(self) -> None:
         """Undo what warm-up wrote."""

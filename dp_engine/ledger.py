@@ -4,6 +4,8 @@ Arrays, because the step's path must not loop over all running sequences in Pyth
 by row index, and only sequences that change (grow by a block, end, are preempted) cost Python.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from dp_engine.batch import Batch, SamplingBatch
@@ -12,39 +14,73 @@ from dp_engine.sequence import Sequence
 from vote.decision import StepType
 
 
+@dataclass(slots=True)
+class Step:
+    """Who runs in a step, decided but not yet computed; arrays of B entries, rows all different.
+
+    outputs: whether the sequence's tokens count; False for a chunk that leaves its prompt unfinished.
+    drafts_due: num_drafts and seqlens_q of decoding rows are upper bounds until the step before has been settled.
+    """
+
+    step_type: StepType
+    rows: np.ndarray  # int32
+    seqlens_q: np.ndarray  # int32
+    num_drafts: np.ndarray  # int32
+    outputs: np.ndarray  # bool
+    drafts_due: bool = False
+
+    def without(self, rows: np.ndarray) -> "Step":
+        """The same step without these rows."""
+        keep = ~np.isin(self.rows, rows)
+        arrays = (self.rows[keep], self.seqlens_q[keep], self.num_drafts[keep], self.outputs[keep])
+        return Step(self.step_type, *arrays, self.drafts_due)
+
+
 def blocks_for(length: np.ndarray | int, block_size: int) -> np.ndarray | int:
     """ceil(length / block_size), length the optimistic number of tokens."""
     return -(-length // block_size)
 
 
 class Ledgers:
-    """Rows are handed out by `open` and given back by `close`; the scheduler is the only writer."""
+    """Rows are handed out by `open` and given back by `close`; `Resources` and the scheduler are the only writers.
 
-    def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
+    The four accounts of a sequence: tokens (`tokens`, `length`, `output_len`), KV (`num_tokens`, `block_table`,
+    `num_blocks`, `num_named`, `state_slot`), drafts (tokens[length:], scratch until the step is settled) and schedule
+    (`inflight`; status and the like are in `Sequence`). The row itself is the sequence's slot for draft state.
+    """
+
+    def __init__(self, rows: int, max_len: int, block_size: int) -> None:
+        """`max_len`: longest committed length plus drafts."""
         self._block_size = block_size
-        self.max_blocks = int(blocks_for(max_model_len, block_size))
+        self.max_blocks = int(blocks_for(max_len, block_size))
         self._columns: dict[str, tuple[type, tuple[int, ...]]] = {
             "request_id": (np.int64, ()),
             "length": (np.int32, ()),  # committed tokens
-            "num_tokens": (np.int32, ()),  # tokens whose KV is computed
+            "num_tokens": (np.int32, ()),  # tokens whose KV is computed, counting the step in flight in full
+            "inflight": (np.int32, ()),  # most tokens that the step in flight may commit
             "output_len": (np.int32, ()),  # committed tokens that were generated
             "stop_len": (np.int32, ()),
             "num_blocks": (np.int32, ()),
+            "num_named": (np.int32, ()),  # leading blocks that need no name any more
+            "state_slot": (np.int32, ()),
             "temperature": (np.float32, ()),
             "top_p": (np.float32, ()),
             "top_k": (np.int32, ()),
             "seed": (np.uint64, ()),
             "ignore_eos": (np.bool_, ()),
             "has_stop_ids": (np.bool_, ()),
-            "tokens": (np.int32, (max_model_len + 1,)),  # untouched pages cost nothing
+            "tokens": (np.int32, (max_len + 1,)),  # untouched pages cost nothing
             "block_table": (np.int32, (self.max_blocks,)),
         }
         self.request_id: np.ndarray
         self.length: np.ndarray
         self.num_tokens: np.ndarray
+        self.inflight: np.ndarray
         self.output_len: np.ndarray
         self.stop_len: np.ndarray
         self.num_blocks: np.ndarray
+        self.num_named: np.ndarray
+        self.state_slot: np.ndarray
         self.temperature: np.ndarray
         self.top_p: np.ndarray
         self.top_k: np.ndarray
@@ -68,9 +104,12 @@ class Ledgers:
         self.request_id[row] = seq.request_id
         self.length[row] = length
         self.num_tokens[row] = 0
+        self.inflight[row] = 0
         self.output_len[row] = length - seq.prompt_len
         self.stop_len[row] = seq.stop_len
         self.num_blocks[row] = 0
+        self.num_named[row] = 0
+        self.state_slot[row] = NULL_BLOCK
         self.temperature[row] = seq.sampling.temperature
         self.top_p[row] = seq.sampling.top_p
         self.top_k[row] = seq.sampling.top_k
@@ -103,30 +142,40 @@ class Ledgers:
         assert seq is not None
         return seq
 
-    def batch(self, step_type: StepType, rows: np.ndarray, seqlens_q: np.ndarray) -> Batch:
-        """The next `seqlens_q[i]` tokens of each row; their KV blocks are there already."""
+    def batch(self, step: Step, block_copies: np.ndarray, state_copies: np.ndarray) -> Batch:
+        """The next `seqlens_q[i]` tokens of each row of the step; their KV blocks are there already."""
+        rows, seqlens_q, size = step.rows, step.seqlens_q, self._block_size
         computed = self.num_tokens[rows]
-        owner = np.repeat(rows, seqlens_q)
-        starts = np.cumsum(seqlens_q) - seqlens_q
-        positions = np.arange(len(owner)) + np.repeat(computed - starts, seqlens_q)
-        blocks = self.block_table[owner, positions // self._block_size]
-        width = int(self.num_blocks[rows].max(initial=0))
+        if step.step_type is StepType.DECODE and not step.num_drafts.any():  # one token each
+            owner, positions = rows, computed.astype(np.int64)
+        else:
+            owner = np.repeat(rows, seqlens_q)
+            starts = np.cumsum(seqlens_q) - seqlens_q
+            positions = np.arange(len(owner)) + np.repeat(computed - starts, seqlens_q)
+        index = positions // size
+        num_blocks = self.num_blocks[rows]
+        width = int(num_blocks.max(initial=0))
         tables = self.block_table[rows, :width]  # a copy
-        tables[np.arange(width) >= self.num_blocks[rows][:, None]] = NULL_BLOCK
+        tables[np.arange(width) >= num_blocks[:, None]] = NULL_BLOCK
+        seqlens_k = computed + seqlens_q
         return Batch(
-            step_type=step_type,
+            step_type=step.step_type,
             input_ids=self.tokens[owner, positions].astype(np.int64),
-            positions=positions.astype(np.int64),
-            slots=blocks.astype(np.int64) * self._block_size + positions % self._block_size,
+            positions=positions,
+            slots=self.block_table[owner, index] * np.int64(size) + (positions - index * size),
             seqlens_q=seqlens_q,
-            seqlens_k=(computed + seqlens_q).astype(np.int32),
+            seqlens_k=seqlens_k,
+            num_drafts=step.num_drafts,
             block_tables=tables,
+            block_copies=block_copies,
+            state_slots=self.state_slot[rows],
+            state_copies=state_copies,
             sampling=SamplingBatch(
                 temperature=self.temperature[rows],
                 top_p=self.top_p[rows],
                 top_k=self.top_k[rows],
                 seed=self.seed[rows],
-                position=(computed + seqlens_q).astype(np.int64),
+                position=(seqlens_k - step.num_drafts).astype(np.int64),
             ),
         )
 

@@ -4,12 +4,14 @@ Every message is one ZMQ frame. Structs are arrays on the wire, tagged by name; 
 `msgspec.ValidationError` (or `DecodeError`), which the receiver counts and drops.
 """
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 << 20
+
+PauseMode: TypeAlias = Literal["none", "new", "all"]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -54,9 +56,16 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     decode_steps: int
     idle_sleeps: int
     placeholder_steps: int  # steps this rank ran with nothing scheduled
+    mixed_steps: int
     prompt_tokens: int
     generated_tokens: int
     preemptions: int
+    prefix_query_tokens: int  # prompt tokens looked up in the prefix cache
+    prefix_hit_tokens: int  # of these, tokens whose KV was there
+    draft_tokens: int  # guessed tokens that were verified
+    accepted_draft_tokens: int
+    forks: int  # requests that started from another one's KV
+    cached_blocks: int  # free blocks that still hold a named prefix
     bad_messages: int
     ballots: Histogram
 
@@ -78,9 +87,9 @@ class Hello(Message, frozen=True):
 
 
 class Output(Message, frozen=True):
-    """Tokens of one step: `tokens[i]` belongs to `request_ids[i]`. A request that ends is in `finished` once, with its
-    last token (if any) in the same message. Reasons: stop, length, abort, prompt_length_exceeded,
-    insufficient_system_resource.
+    """Tokens of one step: `tokens[i]` belongs to `request_ids[i]`; a request with accepted drafts has several, in order.
+    A request that ends is in `finished` once, with its last token (if any) in the same message. Reasons:
+    `dp_engine.sequence.FINISH_REASONS`.
     """
 
     step: int
@@ -126,6 +135,14 @@ class Add(Message, frozen=True):
 
     `wake` numbers the router's wake-ups: whoever hands work to one rank sends the same number to all others (`Wake`).
     `prompt` are token ids; the last `num_emitted` of them were generated in an earlier life of the request.
+    `parent`: id of a request at the same rank whose KV is shared as far as both have the same tokens (a fork); the
+    request runs on its own if that one has gone. 0: none.
+    `priority`: lower is earlier (unified policy with order `priority`).
+    `cache_salt`: only requests of the same salt share a cached prefix.
+    `schedulable`: False holds the request, and whatever is queued behind it, until `Ready`.
+    `structured`: its output is bound to an automaton, so it is never computed again after a preemption.
+    `chunk_checkpoints`: lengths, rising, at which a chunk of the prompt has to end.
+    `spans`: [start, end) of tokens that no chunk boundary may cut (an image).
     """
 
     wake: int
@@ -133,6 +150,13 @@ class Add(Message, frozen=True):
     prompt: list[int]
     sampling: Sampling
     num_emitted: int = 0
+    parent: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+    schedulable: bool = True
+    structured: bool = False
+    chunk_checkpoints: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class Wake(Message, frozen=True):
@@ -147,13 +171,36 @@ class Abort(Message, frozen=True):
     request_ids: list[int]
 
 
+class Ready(Message, frozen=True):
+    """A request that was added with `schedulable` False may run, or, with an `error`, ends as preprocess_failed."""
+
+    wake: int
+    request_id: int
+    error: str = ""
+
+
+class Pause(Message, frozen=True):
+    """What the scheduler may start: everything ("none" is paused), nothing that is not running yet ("new"), or nothing
+    at all ("all"). Requests stay where they are.
+    """
+
+    wake: int
+    mode: PauseMode
+
+
+class ResetPrefixCache(Message, frozen=True):
+    """Forget all cached prefixes. Requests that use some of them go on."""
+
+    wake: int
+
+
 class Shutdown(Message, frozen=True):
     """Leave the step loop. Sent to all ranks; they leave together at the same step."""
 
     wake: int
 
 
-ToRank: TypeAlias = Welcome | Add | Wake | Abort | Shutdown
+ToRank: TypeAlias = Welcome | Add | Wake | Abort | Ready | Pause | ResetPrefixCache | Shutdown
 ToRouter: TypeAlias = Hello | Output | Rejected | LogLine | Goodbye
 
 encode = msgspec.msgpack.Encoder().encode

@@ -16,8 +16,9 @@ from dp_engine.kv_cache import num_blocks_for
 from dp_engine.link import Link, LinkHandler
 from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.runner import ModelRunner
-from dp_engine.scheduler import PhasedScheduler
+from dp_engine.policies import make_scheduler
 from dp_engine.spec import RankSpec
+from dp_engine.worker import StepWorker, ThreadWorker
 from ep.dispatch import make_dispatcher
 from ep.placement import ExpertPlacement
 from vote.ballot import PROTOCOL_VERSION
@@ -100,11 +101,13 @@ def _join(spec: RankSpec, store: dist.Store | None, link: Link, witness: Witness
         wait_for_keys(store, keys, spec.start_timeout_s, "the end of loading")
     runner.warm_up()
     counters = StepCounters()
+    worker = ThreadWorker(runner, spec.threads) if spec.engine.overlap else StepWorker(runner)
+    mixed = spec.engine.policy == "unified"
     protocol = StepProtocol(
-        control, spec.vote, witness, settings=digest(settings), epoch=spec.epoch,
-        count_collectives=lambda: runner.num_collectives, on_ballot=counters.count_ballot,
+        control, spec.vote, witness, mixed=mixed, settings=digest(settings), epoch=spec.epoch,
+        count_collectives=lambda: worker.num_collectives, on_ballot=counters.count_ballot,
     )  # fmt: skip
-    scheduler = PhasedScheduler(spec.engine, num_blocks, config.max_model_len, config.eos_token_ids)
+    scheduler = make_scheduler(spec.engine, num_blocks, config.max_model_len, config.eos_token_ids)
     link.send(
         messages.Hello(
             protocol=messages.PROTOCOL_VERSION,
@@ -117,7 +120,7 @@ def _join(spec: RankSpec, store: dist.Store | None, link: Link, witness: Witness
             max_model_len=config.max_model_len,
         )
     )
-    return Engine(link, protocol, scheduler, runner, counters)
+    return Engine(link, protocol, scheduler, worker, counters, mixed=mixed, overlap=spec.engine.overlap)
 
 
 def _device() -> torch.device:

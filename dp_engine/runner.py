@@ -1,4 +1,4 @@
-"""The model runner: turns a batch into one token per sequence."""
+"""The model runner: turns a batch into tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +11,9 @@ from dp_engine.batch import Batch, SamplingBatch
 from dp_engine.checkpoint import Checkpoint
 from dp_engine.config import EngineConfig
 from dp_engine.kv_cache import KVCache, num_blocks_for
-from dp_engine.model_config import ModelConfig
+from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.models.mixtral import Mixtral, Step
-from dp_engine.sampler import sample
+from dp_engine.sampler import per_output, sample
 from ep.dispatch import Dispatcher
 from ep.placement import ExpertPlacement
 from kernels.attention import plan_attention
@@ -44,6 +44,11 @@ class ModelRunner:
         """Load this rank's share of the checkpoint. Raises ModelConfigError, CheckpointError, and ValueError when
         placement, dispatcher and model do not belong together."""
         config = ModelConfig.load(model_dir, engine)
+        if engine.num_state_slots is not None:
+            raise ModelConfigError(
+                f"engine.num_state_slots is {engine.num_state_slots}, but {config.model_type} keeps no state per "
+                "sequence; leave it out"
+            )
         if placement != dispatcher.placement or placement.num_logical != config.num_experts:
             raise ValueError(
                 f"the model has {config.num_experts} experts, the placement {placement.num_logical}, "
@@ -67,12 +72,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> np.ndarray:
-        """The next token of each sequence, int64 [B]. Enters every collective of a forward, also with an empty batch.
+        """The next 1 + num_drafts[i] tokens of each sequence, int64 [sum(1 + num_drafts)]. Enters every collective of a
+        forward, also with an empty batch.
 
-        Raises CollectiveFailed when another rank does not take part.
+        Raises CollectiveFailed when another rank does not take part, ValueError for a batch that copies state.
         """
+        if len(batch.state_copies):
+            raise ValueError(f"{self.model_config.model_type} keeps no state per sequence that could be copied")
+        self._cache.copy_blocks(batch.block_copies)
         logits = self._model.forward(self._step(batch), self._cache)
-        return sample(logits, batch.sampling)
+        return sample(logits, per_output(batch.sampling, batch.num_drafts))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -96,12 +105,22 @@ class ModelRunner:
             input_ids=self._tensor(batch.input_ids),
             positions=self._tensor(batch.positions),
             slots=self._tensor(batch.slots),
-            last_rows=self._tensor(np.cumsum(batch.seqlens_q, dtype=np.int64) - 1),
+            output_rows=self._tensor(output_rows(batch.seqlens_q, batch.num_drafts)),
             attention=attention,
         )
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def output_rows(seqlens_q: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+    """The last 1 + num_drafts[i] of the seqlens_q[i] rows of each sequence, int64 [sum(1 + num_drafts)]."""
+    last = np.cumsum(seqlens_q, dtype=np.int64) - 1
+    if not num_drafts.any():
+        return last
+    counts = num_drafts + 1
+    ends = np.cumsum(counts)
+    return np.arange(int(counts.sum())) + np.repeat(last + 1 - ends, counts)
 
 
 def _warm_up_batch(num_tokens: int, block_size: int) -> Batch:
@@ -114,7 +133,11 @@ def _warm_up_batch(num_tokens: int, block_size: int) -> Batch:
         slots=np.arange(num_tokens) % block_size,
         seqlens_q=ones,
         seqlens_k=ones * min(2, block_size),
+        num_drafts=np.zeros(num_tokens, np.int32),
         block_tables=np.zeros((num_tokens, 1), np.int32),
+        block_copies=np.zeros((0, 2), np.int64),
+        state_slots=np.zeros(num_tokens, np.int32),
+        state_copies=np.zeros((0, 2), np.int64),
         sampling=SamplingBatch(
             temperature=np.zeros(num_tokens, np.float32),
             top_p=np.ones(num_tokens, np.float32),

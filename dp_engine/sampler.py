@@ -58,6 +58,21 @@ def sample(logits: Tensor, sampling: SamplingBatch) -> np.ndarray:
     return tokens
 
 
+def per_output(sampling: SamplingBatch, num_drafts: np.ndarray) -> SamplingBatch:
+    """One entry for each of the 1 + num_drafts[i] tokens that sequence i yields, at rising positions."""
+    if not num_drafts.any():
+        return sampling
+    counts = num_drafts + 1
+    starts = np.cumsum(counts) - counts
+    return SamplingBatch(
+        temperature=np.repeat(sampling.temperature, counts),
+        top_p=np.repeat(sampling.top_p, counts),
+        top_k=np.repeat(sampling.top_k, counts),
+        seed=np.repeat(sampling.seed, counts),
+        position=np.arange(int(counts.sum())) + np.repeat(sampling.position - starts, counts),
+    )
+
+
 def _weights(logits: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
     """Unnormalised probabilities fp32 [B, V], 0 for what top_k and top_p exclude; each row's largest is 1."""
     heat = torch.from_numpy(temperature.astype(np.float32)).to(logits.device).unsqueeze(1)

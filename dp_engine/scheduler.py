@@ -1,29 +1,41 @@
-"""The phased scheduler of a rank: a step is either prefill or decode. The rules are DeepInfer's unless said otherwise.
+"""The scheduler of a rank, as far as both policies share it: requests, steps in flight, settlement.
 
-Calls of one step, in this order: `facts`, `try_prefill` (if the gang chose PREFILL), `take`, `settle`. Requests arrive
-(`add`) and leave (`abort`) only between steps, so nothing that a step in flight writes is ever freed under it.
+Calls of one step, in this order:
+
+    phased     facts, [try_prefill if the gang chose PREFILL,] plan(type), batch, settle
+    unified    plan(MIXED), facts, batch, settle
+
+With overlap on, the step before is settled between `plan` and `batch`: who runs is decided while it is in flight, what
+exactly they run (tokens, drafts, who has ended meanwhile) when its result is known. A plan that finds too few blocks
+is put off until then, so preemption never sees a step in flight and decides as it does without overlap.
 """
 
+import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from dp_engine.admission import Refused, read_request
 from dp_engine.batch import Batch
-from dp_engine.blocks import Admission, BlockPool
 from dp_engine.config import EngineConfig
-from dp_engine.ledger import Ledgers, blocks_for
-from dp_engine.messages import Add
+from dp_engine.drafts import propose
+from dp_engine.ledger import Ledgers, Step
+from dp_engine.messages import Add, PauseMode
+from dp_engine.resources import Resources
 from dp_engine.sequence import Sequence, Status
+from dp_engine.waiting import FifoQueue, PriorityQueue
 from vote.ballot import Facts
 from vote.decision import StepType
 
-_NOTHING = np.zeros(0, np.int32)
+__all__ = ["Counters", "Refused", "Scheduler", "StepOutput"]
 
+NO_ROWS = np.zeros(0, np.int32)
 
-class Refused(ValueError):
-    """A request this rank can never run; the message says why."""
+# Guesses for rows of the ledgers: (ledgers, rows, most per row) -> number per row, written behind each row's tokens.
+Proposer = Callable[[Ledgers, np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(slots=True)
@@ -33,31 +45,30 @@ class Counters:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    aborted: int = 0
+    forks: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a step gave: one token per request in `request_ids`, and the requests that ended with it."""
+    """What a step gave: tokens in order, each with its request, and the requests that ended with it.
+
+    first_token_s: seconds from arrival to first token, of the requests that got theirs.
+    """
 
     request_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finished: list[tuple[int, str]] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Scheduled:
-    """Rows of the step that is being computed, and their query lengths."""
+class Scheduler(ABC):
+    """Owns the queues of a rank.
 
-    rows: np.ndarray
-    seqlens_q: np.ndarray
-    chunk: Sequence | None = None  # the sequence whose prompt is not finished by this step; always the last row
-
-
-class PhasedScheduler:
-    """Owns queues, ledgers and block pool of a rank.
-
-    waiting: not yet prefilled, in order of arrival; its head blocks the rest on purpose. A half-prefilled sequence
-    stays at the head and holds its blocks. running: rows that decode.
+    waiting: not yet prefilled to the end; its head blocks the rest on purpose. prompted: forks whose prompt is computed
+    already, waiting for a place among the running. running: rows of sequences that have been admitted.
     """
 
     def __init__(
@@ -65,36 +76,75 @@ class PhasedScheduler:
     ) -> None:
         self.counters = Counters()
         self.max_model_len = max_model_len
-        self.pool = BlockPool(num_blocks)
+        self.resources = Resources(config, num_blocks, max_model_len)
+        self.pool = self.resources.pool
+        self.ledgers = self.resources.ledgers
         self.wake = wake  # last wake-up number seen; the rank's inbox writes it
         self.wants_stop = False
+        self.paused: PauseMode = "none"
+        self.running = NO_ROWS
+        self.waiting: FifoQueue | PriorityQueue = PriorityQueue() if config.order == "priority" else FifoQueue()
+        self.prompted: deque[Sequence] = deque()
+        self.propose: Proposer = self._look_up
         self._config = config
-        self._eos = np.array(sorted(eos_token_ids), np.int64)
-        self._ledgers = Ledgers(config.max_num_seqs + 1, max_model_len, config.block_size)
-        self._waiting: deque[Sequence] = deque()
-        self._running = _NOTHING
+        self._eos = sorted(eos_token_ids)
         self._by_id: dict[int, Sequence] = {}
-        self._attempt: _Scheduled | None = None
-        self._in_step: _Scheduled | None = None
-        self._preempted: list[Sequence] = []  # ended by preemption, not yet reported
+        self._branches: dict[int, list[Sequence]] = {}  # forks that wait for their parent's prompt, by parent
+        self._arrivals = 0
+        self._planned: Step | None = None
+        self._put_off: StepType | None = None  # a plan that has to wait for the step in flight
+        self._in_flight: Step | None = None
+        self._deferred: list[Sequence] = []  # ended while in flight; hold their blocks until settlement
+        self.unreported: list[Sequence] = []  # ended, not yet in a StepOutput
 
     # ---- requests
 
     def add(self, request: Add) -> None:
         """Queue a request. Raises Refused if it can never run here."""
-        seq = self._sequence(request)
+        if request.request_id in self._by_id:
+            raise Refused(f"request id {request.request_id} is in use")
+        seq = read_request(request, self._config, self.max_model_len, self.pool.capacity)
+        self._arrivals += 1
+        seq.number, seq.arrival = self._arrivals, time.monotonic()
         self._by_id[seq.request_id] = seq
-        self._waiting.append(seq)
+        parent = self._by_id.get(request.parent)
+        if self._config.role == "decode":
+            self.prompted.append(seq)  # its KV comes from the engine that prefilled it
+        elif parent is None:
+            self.waiting.push(seq)
+        elif parent.has_row and self._computed(parent) >= self.resources.length(parent) - 1:
+            self._fork(parent, seq)
+        else:
+            self._branches.setdefault(parent.request_id, []).append(seq)
 
-    def abort(self, request_id: int) -> None:
-        """Forget a request; unknown ids are ignored. Its place in `waiting` is swept when it becomes the head."""
+    def abort(self, request_id: int, status: Status = Status.ABORTED) -> None:
+        """Forget a request; unknown ids are ignored. O(1) for one that waits."""
         seq = self._by_id.get(request_id)
         if seq is None:
             return
+        self.counters.aborted += status is Status.ABORTED
+        if status is not Status.ABORTED:
+            self.unreported.append(seq)
         if seq.status is Status.RUNNING:
-            self._running = self._running[self._running != seq.row]
-        self._end(seq, Status.ABORTED)
-        self._sweep_waiting()
+            self._leave_running(seq)
+        elif seq in self.waiting:
+            self._leave_waiting(seq)
+        elif seq in self.prompted:
+            self.prompted.remove(seq)
+        self._end(seq, status)
+
+    def ready(self, request_id: int, error: str = "") -> None:
+        """A request that was added unschedulable may run, or could not be prepared."""
+        if error:
+            self.abort(request_id, Status.PREPROCESS_FAILED)
+        elif (seq := self._by_id.get(request_id)) is not None:
+            seq.schedulable = True
+
+    def pause(self, mode: PauseMode) -> None:
+        self.paused = mode
+
+    def reset_prefix_cache(self) -> None:
+        self.resources.reset_prefix_cache()
 
     @property
     def num_unfinished(self) -> int:
@@ -102,258 +152,345 @@ class PhasedScheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     # ---- one step
 
+    @abstractmethod
     def facts(self) -> Facts:
         """This rank's side of the first ballot."""
-        return Facts(
-            wants_prefill=self._wants_prefill(),
-            has_decode=len(self._running) > 0,
-            unfinished=bool(self._by_id),
-            wants_stop=self.wants_stop,
-            wake=self.wake,
-        )
 
     def try_prefill(self) -> bool:
-        """Schedule a prefill; True if there is something to run."""
-        self._attempt = self._schedule_prefill()
-        return len(self._attempt.rows) > 0
+        """Plan a prefill; True if there is something to run or to report. Phased policy only."""
+        raise NotImplementedError("this policy has no prefill steps")
 
-    def take(self, step_type: StepType) -> Batch:
-        """The batch of this step; empty if this rank has nothing to run in a step of this type."""
-        if step_type is StepType.PREFILL:
-            assert self._attempt is not None
-            self._in_step = self._attempt
-        else:
-            self._in_step = self._schedule_decode()
-        self._attempt = None
-        return self._ledgers.batch(step_type, self._in_step.rows, self._in_step.seqlens_q)
+    @abstractmethod
+    def plan(self, step_type: StepType) -> None:
+        """Decide who runs in the next step; nobody, if this rank has nothing for a step of this type."""
+
+    def batch(self) -> Batch:
+        """The planned step, which is in flight from now on. The step before must be settled."""
+        assert self._in_flight is None, "one step at a time"
+        if self._put_off is not None:
+            step_type, self._put_off = self._put_off, None
+            self.plan(step_type)
+        step, self._planned = self._planned, None
+        assert step is not None, "plan comes first"
+        if step.drafts_due:
+            self._fix_drafts(step)
+        self._in_flight = step
+        batch = self.ledgers.batch(step, *self.resources.take_copies())
+        self._issue(step)
+        return batch
 
     def settle(self, tokens: np.ndarray) -> StepOutput:
-        """Account for a computed step. `tokens`: int64 [B], one per sequence of the batch `take` returned."""
-        step = self._in_step
-        assert step is not None and len(tokens) == len(step.rows)
-        self._in_step = None
-        self._ledgers.num_tokens[step.rows] += step.seqlens_q
-        rows = step.rows
-        if step.chunk is not None:
-            self._waiting.appendleft(step.chunk)
-            rows, tokens = rows[:-1], tokens[:-1]
-        output = self._append(rows, tokens)
-        output.finished.extend((seq.request_id, seq.status.reason) for seq in self._preempted)
-        self._preempted.clear()
+        """Account for the step in flight. `tokens`: int64 [sum(1 + num_drafts)], as `Batch` says."""
+        step, self._in_flight = self._in_flight, None
+        assert step is not None and len(tokens) == len(step.rows) + int(step.num_drafts.sum())
+        self.ledgers.inflight[step.rows] = 0
+        self.resources.copies_made()
+        dropped = self._release_deferred()
+        output = self._commit(step, tokens, dropped)
+        self._report_ended(output)
         return output
 
     def check_integrity(self) -> None:
         """Raise if blocks are lost or shared by mistake. Cheap enough for whenever the gang falls asleep."""
-        self.pool.check_integrity()
-        held = sum(int(self._ledgers.num_blocks[seq.row]) for seq in self._by_id.values() if seq.has_row)
-        if held != self.pool.num_used:
-            raise RuntimeError(f"scheduler: {self.pool.num_used} blocks in use, sequences hold {held}")
+        self.resources.check_integrity([seq for seq in self.ledgers.owner if seq is not None])
 
-    # ---- admission
+    # ---- for the policies
 
-    def _sequence(self, request: Add) -> Sequence:
-        length = len(request.prompt)
-        prompt_len = length - request.num_emitted
-        stop_len = min(prompt_len + request.sampling.max_tokens, self.max_model_len)
-        if request.request_id in self._by_id:
-            raise Refused(f"request id {request.request_id} is in use")
-        if prompt_len < 1:
-            raise Refused("the prompt is empty")
-        if stop_len <= length:
-            raise Refused(
-                f"a prompt of {length} tokens leaves no room for a new token: "
-                f"the model takes {self.max_model_len}, the request asks for {request.sampling.max_tokens}"
-            )
-        if not self._config.chunked_prefill and length > self._config.max_num_batched_tokens:
-            raise Refused(
-                f"a prompt of {length} tokens exceeds the token budget of a step "
-                f"({self._config.max_num_batched_tokens}) and chunked prefill is off"
-            )
-        needed = int(blocks_for(stop_len, self._config.block_size))
-        if self.pool.can_allocate(needed) is Admission.NEVER:
-            raise Refused(f"{stop_len} tokens need {needed} KV blocks, a rank has {self.pool.capacity}")
-        return Sequence(
-            request_id=request.request_id,
-            tokens=np.array(request.prompt, np.int32),
-            prompt_len=prompt_len,
-            stop_len=stop_len,
-            sampling=request.sampling,
-            stop_token_ids=frozenset(request.sampling.stop_token_ids),
-        )
+    def _facts(self, **more: bool) -> Facts:
+        return Facts(wants_stop=self.wants_stop, wake=self.wake, **more)
 
-    def _wants_prefill(self) -> bool:
-        """Could the head of `waiting` be prefilled now?
+    def _head_may_run(self) -> bool:
+        return self.paused == "none" and len(self.waiting) > 0 and self.waiting.head.schedulable
 
-        Differs from DeepInfer's want, which does not look at blocks and sequence limit (its second ballot then repairs
-        that at the cost of a ballot), and which stays false above the watermark even when nothing runs, so that
-        half-prefilled sequences could hold the pool for ever.
-        """
-        if not self._waiting or len(self._running) >= self._config.max_num_seqs:
-            return False
-        head = self._waiting[0]
-        if not len(self._running) or head.has_row:
-            return True  # `add` let in nothing that an otherwise empty rank cannot hold
-        if self.pool.num_used > self._config.kv_watermark * self.pool.capacity:
-            return False
-        return self._fits(head)
+    def _continuing(self) -> np.ndarray:
+        """Running rows but for those that the step in flight ends for certain."""
+        if self._in_flight is None:
+            return self.running
+        led = self.ledgers
+        ending = (led.inflight[self.running] > 0) & (led.length[self.running] + 1 >= led.stop_len[self.running])
+        return self.running[~ending]
 
-    def _fits(self, seq: Sequence) -> bool:
-        """A new sequence gets all blocks of its prompt at once, a preempted one only if its whole context and one more
-        token fit, so that it is not preempted again at once.
-        """
-        length = len(seq.tokens) + (seq.preemptions > 0)
-        return self.pool.can_allocate(int(blocks_for(length, self._config.block_size))) is Admission.OK
+    def _start(self, seq: Sequence, num_blocks: int) -> None:
+        """Give the head of `waiting` what it needs to run; its blocks are known to be there."""
+        if seq.forked:
+            self.resources.own(seq, max(num_blocks, self.ledgers.num_blocks[seq.row]))
+        elif not seq.has_row:
+            self.resources.start(seq, num_blocks)
+        else:
+            self.resources.append(seq.row, num_blocks - int(self.ledgers.num_blocks[seq.row]))
+
+    def _admit_prompted(self) -> None:
+        """Sequences whose prompt is computed start to run; a fork needs a slot and a block for that."""
+        while self.prompted and len(self.running) < self._config.max_num_seqs and self.paused == "none":
+            seq = self.prompted[0]
+            if not self._fits(seq):
+                return
+            self.prompted.popleft()
+            self._start(seq, self.resources.blocks_for_start(seq))
+            self.ledgers.num_tokens[seq.row] = self.ledgers.length[seq.row] - 1
+            seq.status = Status.RUNNING
+            self.running = np.append(self.running, np.int32(seq.row))
 
     def _reclaim(self, head: Sequence) -> None:
-        """Nothing runs and the head lacks blocks: half-prefilled sequences behind it start anew, the last one first."""
-        for seq in reversed(self._waiting):
+        """Nothing runs, and `head` of waiting or prompted lacks blocks: who waits with blocks starts anew, the last one
+        first."""
+        for seq in [*reversed(self.waiting), *reversed(self.prompted)]:
             if self._fits(head):
                 return
-            if seq is not head:
-                self._release(seq)
+            if seq is not head and seq.has_row:
+                self.resources.release(seq)
+                if seq not in self.waiting:
+                    self.prompted.remove(seq)
+                    self.waiting.push(seq)
+        if head.forked and not self._fits(head):
+            self.resources.release(head)  # what it shares of a parent that has gone is in its own way
+            if head not in self.waiting:
+                self.prompted.remove(head)
+                self.waiting.push(head)
 
-    # ---- prefill
+    def _fits(self, seq: Sequence) -> bool:
+        """A preempted sequence starts only with some room more, so that it is not preempted again at once."""
+        margin = self._config.readmission_margin if seq.preemptions else 0
+        return self.resources.can_start(seq, margin).value == "ok"
 
-    def _schedule_prefill(self) -> _Scheduled:
-        """From the head of `waiting` until the first limit. All tests of a sequence pass before anything changes."""
-        rows: list[int] = []
-        lengths: list[int] = []
-        budget = self._config.max_num_batched_tokens
-        while self._waiting:
-            seq = self._waiting[0]
-            if len(self._running) + len(rows) + 1 > self._config.max_num_seqs:
-                break
-            done = int(self._ledgers.num_tokens[seq.row]) if seq.has_row else 0
-            rest = self._length(seq) - done
-            seqlen_q = min(rest, budget)
-            if seqlen_q < 1 or (seqlen_q < rest and not self._config.chunked_prefill):
-                break
-            if not seq.has_row and not self._fits(seq):
-                if rows or len(self._running):
-                    break
-                self._reclaim(seq)
-            self._waiting.popleft()
-            rows.append(self._open(seq))
-            lengths.append(seqlen_q)
-            budget -= seqlen_q
-            self.counters.prompt_tokens += seqlen_q
-            if seqlen_q < rest:
-                self._sweep_waiting()
-                return self._scheduled(rows, lengths, chunk=seq)
-            seq.status = Status.RUNNING
-            self._sweep_waiting()
-        return self._scheduled(rows, lengths)
+    def _draft_limits(self, rows: np.ndarray, spare: int) -> np.ndarray:
+        """Most drafts per row, int32: none beyond a sequence's end, and `spare` in all."""
+        most = np.full(len(rows), self._config.num_draft_tokens, np.int32)
+        if self._config.clip_drafts:
+            led = self.ledgers
+            np.minimum(most, led.stop_len[rows] - led.length[rows] - 1, out=most)
+            np.maximum(most, 0, out=most)
+            before = np.cumsum(most) - most
+            np.minimum(most, np.maximum(spare - before, 0), out=most)
+        return most
 
-    def _scheduled(self, rows: list[int], lengths: list[int], chunk: Sequence | None = None) -> _Scheduled:
-        scheduled = _Scheduled(np.array(rows, np.int32), np.array(lengths, np.int32), chunk)
-        completed = scheduled.rows if chunk is None else scheduled.rows[:-1]
-        self._running = np.concatenate((self._running, completed))
-        return scheduled
+    def _preempt(self, seq: Sequence) -> bool:
+        """Take a running sequence's blocks: it ends (False), or is computed again from the head of `waiting` (True).
 
-    def _length(self, seq: Sequence) -> int:
-        return int(self._ledgers.length[seq.row]) if seq.has_row else len(seq.tokens)
-
-    def _open(self, seq: Sequence) -> int:
-        if not seq.has_row:
-            needed = int(blocks_for(len(seq.tokens), self._config.block_size))
-            row = self._ledgers.open(seq)
-            self._ledgers.append_blocks(row, self.pool.allocate(needed))
-        return seq.row
-
-    def _sweep_waiting(self) -> None:
-        """Invariant: the head of `waiting` is alive."""
-        while self._waiting and self._waiting[0].status.finished:
-            self._waiting.popleft()
-
-    # ---- decode
-
-    def _schedule_decode(self) -> _Scheduled:
-        """Every running sequence, youngest first (LCFS by output length); the oldest make room when blocks run out."""
-        led = self._ledgers
-        order = self._running[np.argsort(-led.output_len[self._running], kind="stable")]
-        missing = np.maximum(blocks_for(led.length[order], self._config.block_size) - led.num_blocks[order], 0)
-        total = int(missing.sum())
-        if total > self.pool.num_free:
-            order = self._make_room(order, missing)
-        elif total:
-            self._grow(order, missing, self.pool.allocate(total))
-        self._running = order
-        return _Scheduled(order[::-1], np.ones(len(order), np.int32))
-
-    def _grow(self, order: np.ndarray, missing: np.ndarray, blocks: np.ndarray) -> None:
-        """Hand out `blocks` to the rows of `order`, youngest first. A decode step needs at most one block a row."""
-        rows = order[::-1][missing[::-1] > 0]
-        assert len(rows) == len(blocks), "a decode step advances by one token"
-        self._ledgers.block_table[rows, self._ledgers.num_blocks[rows]] = blocks
-        self._ledgers.num_blocks[rows] += 1
-
-    def _make_room(self, order: np.ndarray, missing: np.ndarray) -> np.ndarray:
-        """Serve from the youngest, sacrifice from the oldest; returns the rows that stay, oldest first."""
-        rows, counts = order.tolist(), missing.tolist()
-        left, right = 0, len(rows)
-        kept: list[int] = []
-        while left < right:
-            row, count = rows[right - 1], counts[right - 1]
-            while self.pool.num_free < count and right - left > 1:
-                self._preempt(self._ledgers.seq_of(rows[left]))
-                left += 1
-            if self.pool.num_free >= count:
-                self._ledgers.append_blocks(row, self.pool.allocate(count))
-                kept.append(row)
-            else:
-                self._preempt(self._ledgers.seq_of(row))
-            right -= 1
-        return np.array(kept[::-1], np.int32)
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks: it ends, or it is computed again from the head of `waiting`.
-
-        The caller takes its row out of `running`.
+        The caller takes its row out of `running`. Never called with a step in flight.
         """
+        assert self._in_flight is None
         self.counters.preemptions += 1
-        if self._config.preemption == "terminate" or seq.preemptions >= self._config.max_preemptions:
+        limit = self._config.max_preemptions
+        spent = limit is not None and seq.preemptions >= limit
+        if self._config.preemption == "terminate" or seq.structured or spent:
+            self.unreported.append(seq)
             self._end(seq, Status.PREEMPTED)
-            self._preempted.append(seq)
-            return
+            return False
         seq.preemptions += 1
         seq.status = Status.WAITING
-        self._release(seq)
-        self._waiting.appendleft(seq)
+        self.resources.release(seq)
+        self.waiting.push_front(seq)
+        return True
 
-    # ---- settlement
+    # ---- ends
 
-    def _append(self, rows: np.ndarray, tokens: np.ndarray) -> StepOutput:
-        """Commit one token per row, then end the sequences that are done."""
-        led = self._ledgers
-        lengths = led.length[rows]
-        led.tokens[rows, lengths] = tokens
-        led.length[rows] = lengths + 1
-        led.output_len[rows] += 1
-        self.counters.generated_tokens += len(rows)
-        stopped = np.isin(tokens, self._eos) & ~led.ignore_eos[rows]
-        for index in np.flatnonzero(led.has_stop_ids[rows]).tolist():
-            stopped[index] |= int(tokens[index]) in led.seq_of(int(rows[index])).stop_token_ids
-        ended = stopped | (lengths + 1 >= led.stop_len[rows])
-        output = StepOutput(led.request_id[rows].tolist(), tokens.tolist())
-        if ended.any():
-            self._running = self._running[~np.isin(self._running, rows[ended])]
-            for index in np.flatnonzero(ended).tolist():
-                seq = led.seq_of(int(rows[index]))
-                self._end(seq, Status.STOPPED if stopped[index] else Status.LENGTH)
-                output.finished.append((seq.request_id, seq.status.reason))
-        return output
+    def _leave_running(self, seq: Sequence) -> None:
+        self.running = self.running[self.running != seq.row]
+
+    def _leave_waiting(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
 
     def _end(self, seq: Sequence, status: Status) -> None:
         seq.status = status
-        self._release(seq)
         del self._by_id[seq.request_id]
+        if seq.request_id in self._branches:
+            self._orphan(seq)
+        self._let_go(seq)
 
-    def _release(self, seq: Sequence) -> None:
-        """Give back blocks and row, if it has any. Idempotent per sequence."""
-        if seq.has_row:
-            self.pool.free(self._ledgers.blocks_of(seq.row))
-            self._ledgers.close(seq)
+    def _let_go(self, seq: Sequence) -> None:
+        """Release what a finished sequence holds, after the step in flight if that may still write there."""
+        if self._in_flight is not None and seq.has_row and (self._in_flight.rows == seq.row).any():
+            self._deferred.append(seq)
+            if self._planned is not None:
+                self._planned = self._planned.without(np.array([seq.row], np.int32))
+        else:
+            self.resources.release(seq)
+
+    def _release_deferred(self) -> np.ndarray:
+        """Rows whose results are void, released now."""
+        rows = np.array([seq.row for seq in self._deferred], np.int32)
+        for seq in self._deferred:
+            self.resources.release(seq)
+        self._deferred = []
+        return rows
+
+    def _report_ended(self, output: StepOutput) -> None:
+        if self.unreported:
+            output.finished.extend((seq.request_id, seq.status.reason) for seq in self.unreported)
+            self.unreported = []
+
+    # ---- forks
+
+    def _computed(self, seq: Sequence) -> int:
+        """Tokens of `seq` whose KV is there, those of the step in flight not counted."""
+        computed = int(self.ledgers.num_tokens[seq.row])
+        if self._in_flight is not None:
+            computed -= int(self._in_flight.seqlens_q[self._in_flight.rows == seq.row].sum())
+        return computed
+
+    def _fork(self, parent: Sequence, child: Sequence) -> None:
+        """Share the parent's computed KV as far as both have the same tokens; all but the child's last token."""
+        led = self.ledgers
+        most = min(self._computed(parent), len(child.tokens) - 1, int(led.length[parent.row]))
+        differ = np.flatnonzero(led.tokens[parent.row, :most] != child.tokens[:most])
+        shared = int(differ[0]) if len(differ) else most
+        if shared == 0 or parent.salt != child.salt:
+            self.waiting.push(child)
+            return
+        self.counters.forks += 1
+        self.resources.fork(parent, child, shared)
+        if shared == len(child.tokens) - 1:
+            self.prompted.append(child)
+        else:
+            self.waiting.push_front(child)
+
+    def _fork_branches(self, rows: np.ndarray) -> None:
+        """The prompts of these rows are computed: their forks may start."""
+        for request_id in [i for i in self.ledgers.request_id[rows].tolist() if i in self._branches]:
+            parent = self._by_id[request_id]
+            for child in self._branches.pop(request_id):
+                if not child.status.finished:
+                    self._fork(parent, child)
+
+    def _orphan(self, parent: Sequence) -> None:
+        """The parent has gone before its prompt was computed: the first fork takes its place."""
+        children = [child for child in self._branches.pop(parent.request_id) if not child.status.finished]
+        if children:
+            self.waiting.push(children[0])
+            if children[1:]:
+                self._branches[children[0].request_id] = children[1:]
+
+    # ---- issuing and settling
+
+    def _issue(self, step: Step) -> None:
+        """Advance optimistically: the step's tokens count as computed, its outputs as about to be committed."""
+        led = self.ledgers
+        led.num_tokens[step.rows] += step.seqlens_q
+        led.inflight[step.rows] = (1 + step.num_drafts) * step.outputs
+
+    def _fix_drafts(self, step: Step) -> None:
+        """Guess, now that all tokens are committed, within what was reserved."""
+        step.drafts_due = False
+        most, step.num_drafts = step.num_drafts, self.propose(self.ledgers, step.rows, step.num_drafts)
+        step.seqlens_q = step.seqlens_q + step.num_drafts - most
+
+    def _look_up(self, ledgers: Ledgers, rows: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        config = self._config
+        lengths = ledgers.length[rows]
+        return propose(ledgers.tokens, rows, lengths, limits, config.draft_ngram_max, config.draft_ngram_min)
+
+    def _commit(self, step: Step, tokens: np.ndarray, dropped: np.ndarray) -> StepOutput:
+        """Append what the step's outputs are worth, name blocks, end sequences."""
+        drafted = bool(step.num_drafts.any())
+        kept = step.outputs if not len(dropped) else step.outputs & ~np.isin(step.rows, dropped)
+        rows = step.rows if kept.all() else step.rows[kept]
+        table = _as_table(tokens, step.num_drafts, kept) if drafted else tokens[kept][:, None]
+        counts = self._accepted(rows, table, step.num_drafts[kept]) if drafted else None
+        stopped, counts = self._append(rows, table, counts)
+        prefilled = step.step_type is not StepType.DECODE
+        if self._branches and prefilled:
+            self._fork_branches(rows)
+        if self._config.prefix_share == "computed":
+            alive = step.rows if not len(dropped) else step.rows[~np.isin(step.rows, dropped)]
+            self.resources.name_blocks(alive, self.ledgers.num_tokens[alive])
+        return self._output(rows, table, counts, stopped)
+
+    def _accepted(self, rows: np.ndarray, table: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+        """Tokens per row that are worth keeping: the run of right drafts, and the token drawn after it."""
+        led = self.ledgers
+        guesses = led.tokens[rows[:, None], led.length[rows][:, None] + np.arange(table.shape[1] - 1)]
+        right = (guesses == table[:, :-1]) & (np.arange(table.shape[1] - 1) < num_drafts[:, None])
+        accepted_drafts = np.logical_and.accumulate(right, axis=1).sum(1, dtype=np.int32)
+        self.counters.draft_tokens += int(num_drafts.sum())
+        self.counters.accepted_draft_tokens += int(accepted_drafts.sum())
+        return accepted_drafts + 1
+
+    def _append(
+        self, rows: np.ndarray, table: np.ndarray, counts: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Commit `counts[i]` (None: one each) tokens of table[i] to row i, fewer if one of them ends the sequence.
+
+        Returns which rows were ended by a stop token, and the numbers committed.
+        """
+        led = self.ledgers
+        lengths = led.length[rows]
+        stops = self._is_stop(rows, table)
+        if counts is None:
+            led.tokens[rows, lengths] = table[:, 0]
+            led.length[rows] = lengths + 1
+            led.output_len[rows] += 1
+            self.counters.generated_tokens += len(rows)
+            return stops[:, 0], None
+        width = np.arange(table.shape[1])
+        issued = led.num_tokens[rows] - lengths + 1  # query tokens of this step, from the last committed one on
+        ends = stops | (lengths[:, None] + 1 + width >= led.stop_len[rows][:, None])
+        first_end = np.where(ends.any(1), ends.argmax(1), table.shape[1])
+        counts = np.minimum(counts, first_end + 1).astype(np.int32)
+        valid = width < counts[:, None]
+        led.tokens[np.repeat(rows, counts), (lengths[:, None] + width)[valid]] = table[valid]
+        led.length[rows] = lengths + counts
+        led.output_len[rows] += counts
+        led.num_tokens[rows] += counts - issued
+        self.counters.generated_tokens += int(counts.sum())
+        return stops[np.arange(len(rows)), counts - 1], counts
+
+    def _is_stop(self, rows: np.ndarray, table: np.ndarray) -> np.ndarray:
+        """Which of the tokens end their sequence, bool like `table`."""
+        led = self.ledgers
+        stops = np.zeros(table.shape, np.bool_)
+        for token in self._eos:
+            stops |= table == token
+        stops &= ~led.ignore_eos[rows][:, None]
+        for index in np.flatnonzero(led.has_stop_ids[rows]).tolist():
+            wanted = led.seq_of(int(rows[index])).stop_token_ids
+            stops[index] |= [token in wanted for token in table[index].tolist()]
+        return stops
+
+    def _output(
+        self, rows: np.ndarray, table: np.ndarray, counts: np.ndarray | None, stopped: np.ndarray
+    ) -> StepOutput:
+        led = self.ledgers
+        request_ids = led.request_id[rows]
+        if counts is None:
+            output = StepOutput(request_ids.tolist(), table[:, 0].tolist())
+            first = led.output_len[rows] == 1
+        else:
+            valid = np.arange(table.shape[1]) < counts[:, None]
+            output = StepOutput(np.repeat(request_ids, counts).tolist(), table[valid].tolist())
+            first = led.output_len[rows] == counts
+        if first.any():
+            now = time.monotonic()
+            output.first_token_s = [now - led.seq_of(row).arrival for row in rows[first].tolist()]
+        ended = stopped | (led.length[rows] >= led.stop_len[rows])
+        if self._config.role == "prefill":
+            ended |= True
+        if ended.any():
+            self._end_rows(rows[ended], stopped[ended], output)
+        return output
+
+    def _end_rows(self, rows: np.ndarray, stopped: np.ndarray, output: StepOutput) -> None:
+        self._clear(rows)
+        if self._planned is not None:
+            self._planned = self._planned.without(rows)
+        for row, by_token in zip(rows.tolist(), stopped.tolist(), strict=True):
+            seq = self.ledgers.seq_of(row)
+            at_end = self.ledgers.length[row] >= seq.stop_len
+            self._end(seq, Status.STOPPED if by_token else Status.LENGTH if at_end else Status.PREFILLED)
+            output.finished.append((seq.request_id, seq.status.reason))
+
+    def _clear(self, rows: np.ndarray) -> None:
+        """Take rows that have ended out of `running`."""
+        self.running = self.running[~np.isin(self.running, rows)]
+
+
+def _as_table(tokens: np.ndarray, num_drafts: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """A step's flat result as one row per kept sequence, [R, 1 + most drafts]; -1 where a row is shorter."""
+    widths = 1 + num_drafts
+    table = np.full((len(widths), int(widths.max(initial=1))), -1, np.int64)
+    table[np.arange(table.shape[1]) < widths[:, None]] = tokens
+    return table[kept]

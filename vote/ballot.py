@@ -48,7 +48,7 @@ class Facts:
     has_decode: bool = False
     unfinished: bool = False
     wants_stop: bool = False
-    scheduled: bool = False  # second ballot only
+    scheduled: bool = False  # phased policy: second ballot only; unified: first ballot only
     wake: int = 0
 
 

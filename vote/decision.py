@@ -38,10 +38,12 @@ class Clock:
         return replace(self, step=self.step + 1)
 
 
-def decide(tally: Tally, clock: Clock, config: VoteConfig) -> StepType:
-    """The kind of step that follows from the first ballot."""
-    if not tally.any("unfinished"):
+def decide(tally: Tally, clock: Clock, config: VoteConfig, mixed: bool = False) -> StepType:
+    """The kind of step that follows from the first ballot. `mixed`: the policy knows no phases."""
+    if not tally.any("unfinished") and not tally.any("scheduled"):
         return StepType.IDLE
+    if mixed:
+        return StepType.MIXED
     rule = cadence if config.decision == "cadence" else adaptive
     return StepType.PREFILL if rule(tally, clock, config) else StepType.DECODE
 

@@ -20,7 +20,7 @@ class Agreement:
 
     sleep: nobody has work and all have seen the same wake-ups, so every rank may block until the next message.
     stop: every rank was asked to leave the loop.
-    compute: a forward follows (PREFILL, or DECODE while some rank has decode work).
+    compute: a forward follows (PREFILL, DECODE while some rank has decode work, MIXED if some rank scheduled anything).
     """
 
     step: int
@@ -33,6 +33,7 @@ class Agreement:
 class StepProtocol:
     """Owns the gang's clock on this rank. Not thread-safe: the step loop is its only caller.
 
+    mixed: the scheduling policy knows no phases, so steps are MIXED; its ballots say what was scheduled already.
     settings: digest of what `vote.settings` compared; epoch: the gang's generation; count_collectives: the data-plane
     collectives this rank has entered so far, which every first ballot compares.
     """
@@ -43,6 +44,7 @@ class StepProtocol:
         config: VoteConfig,
         witness: Witness,
         *,
+        mixed: bool = False,
         settings: int = 0,
         epoch: int = 0,
         count_collectives: Callable[[], int] = lambda: 0,
@@ -52,6 +54,7 @@ class StepProtocol:
         self._group = group
         self._config = config
         self._witness = witness
+        self._mixed = mixed
         self._settings = settings
         self._epoch = epoch
         self._count_collectives = count_collectives
@@ -68,7 +71,7 @@ class StepProtocol:
         Raises LockstepBroken.
         """
         tally = self._vote(BallotKind.FIRST, facts)
-        step_type = decide(tally, self.clock, self._config)
+        step_type = decide(tally, self.clock, self._config, self._mixed)
         if step_type is StepType.PREFILL:
             second = self._vote(BallotKind.SECOND, Facts(scheduled=attempt_prefill()))
             if not second.any("scheduled"):
@@ -84,11 +87,12 @@ class StepProtocol:
 
     def _agreement(self, tally: Tally, step_type: StepType) -> Agreement:
         idle = step_type is StepType.IDLE
+        work = "scheduled" if step_type is StepType.MIXED else "has_decode"
         least, greatest = tally.range("wake")
         return Agreement(
             step=self.clock.step,
             step_type=step_type,
-            compute=step_type is StepType.PREFILL or (not idle and tally.any("has_decode")),
+            compute=step_type is StepType.PREFILL or (not idle and tally.any(work)),
             sleep=idle and least == greatest and not tally.any("wants_stop"),
             stop=tally.all("wants_stop"),
         )

@@ -24,12 +24,12 @@ WARM_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers of one forward share. T rows, B sequences."""
+    """What all layers of one forward share. T rows, N outputs."""
 
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]
-    last_rows: Tensor  # int64 [B] last query row of each sequence
+    output_rows: Tensor  # int64 [N] rows whose logits are wanted
     attention: AttentionPlan
 
 
@@ -75,7 +75,7 @@ class Mixtral:
             progress(f"skipped {len(skipped)} tensors that the model does not use: {', '.join(skipped)}")
 
     def forward(self, step: Step, cache: KVCache) -> Tensor:
-        """Logits [B, vocab] at the last row of each sequence. Enters every collective, whatever T and B are."""
+        """Logits [N, vocab] at the output rows. Enters every collective, whatever T and N are."""
         self.dispatcher.begin_step(len(step.input_ids))
         eps = self.config.rms_norm_eps
         cos, sin = self.rotary.at(step.positions)
@@ -84,8 +84,8 @@ class Mixtral:
             if len(x):
                 x = self._attention(layer, x, cos, sin, step, layer_cache)
             x = layer.moe(rms_norm(x, layer.moe_norm, eps)).add_(x)
-        last = x.index_select(0, step.last_rows)
-        return self.lm_head(rms_norm(last, self.norm, eps))
+        outputs = x.index_select(0, step.output_rows)
+        return self.lm_head(rms_norm(outputs, self.norm, eps))
 
     def warm_up(self) -> None:
         """Have what oneDNN compiles per number of rows compiled for decode steps. Enters no collective."""

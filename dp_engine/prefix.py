@@ -1,0 +1,21 @@
+"""Names of full KV blocks: a block's name stands for all tokens up to its end and for whatever else shapes their KV."""
+
+from hashlib import blake2b
+
+import numpy as np
+
+KEY_BYTES = 16
+
+
+def root_key(generation: int, salt: str) -> bytes:
+    """The name that chains of a cache generation and a salt begin with."""
+    return blake2b(f"{generation}:{salt}".encode(), digest_size=KEY_BYTES).digest()
+
+
+def extend_keys(keys: list[bytes], root: bytes, tokens: np.ndarray, num_blocks: int, block_size: int) -> None:
+    """Name the blocks up to `num_blocks`: key i = H(key i-1, tokens of block i). tokens: int32, at least that many."""
+    parent = keys[-1] if keys else root
+    for index in range(len(keys), num_blocks):
+        block = tokens[index * block_size : (index + 1) * block_size]
+        parent = blake2b(parent + block.tobytes(), digest_size=KEY_BYTES).digest()
+        keys.append(parent)

@@ -1,0 +1,215 @@
+"""What a sequence holds at a rank: its row in the ledgers, KV blocks, and a state slot. Taken and given back here only."""
+
+import numpy as np
+
+from dp_engine.blocks import NULL_BLOCK, Admission, BlockPool
+from dp_engine.config import EngineConfig
+from dp_engine.ledger import Ledgers, blocks_for
+from dp_engine.prefix import extend_keys, root_key
+from dp_engine.sequence import Sequence
+
+_NO_COPIES = np.zeros((0, 2), np.int64)
+
+
+class Resources:
+    """Owns pool, state slots and ledgers. Blocks and slot are always given together; a sequence has both or neither.
+
+    hit_tokens, queried_tokens: cumulative figures of the prefix cache.
+    """
+
+    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.slots = None if config.num_state_slots is None else BlockPool(config.num_state_slots)
+        self.ledgers = Ledgers(config.max_num_seqs + 1, max_model_len + 1 + config.num_draft_tokens, config.block_size)
+        self.hit_tokens = 0
+        self.queried_tokens = 0
+        self._block_size = config.block_size
+        self._whole_length = config.admission == "full"
+        self._prefix_cache = config.prefix_cache
+        self._generation = 0
+        self._block_copies: list[tuple[int, int]] = []
+        self._state_copies: list[tuple[int, int]] = []
+        # (blocks, slots) that copies read: those of copies not issued yet, and those of the step in flight.
+        self._sources: list[tuple[np.ndarray, np.ndarray]] = []
+        self._sources_in_flight: list[tuple[np.ndarray, np.ndarray]] = []
+
+    # ---- admission
+
+    def blocks_of_length(self, length: int) -> int:
+        return -(-length // self._block_size)
+
+    def blocks_for_start(self, seq: Sequence, margin: int = 0) -> int:
+        """Blocks to have when `seq` starts: for its present length and `margin` tokens, or for its whole length."""
+        return self.blocks_of_length(seq.stop_len if self._whole_length else self.length(seq) + margin)
+
+    def can_start(self, seq: Sequence, margin: int = 0) -> Admission:
+        """Can a sequence that holds nothing of its own yet get its blocks and slot?"""
+        needed = self.blocks_for_start(seq, margin)
+        if needed > self.pool.capacity:
+            return Admission.NEVER
+        if seq.forked:
+            needed -= int(self.ledgers.num_tokens[seq.row]) // self._block_size
+            available = self.pool.num_free
+        elif needed > self.pool.num_free:
+            hits = self.match(seq)
+            needed -= len(hits)
+            available = self.pool.num_free - self.pool.num_free_among(hits)
+        else:
+            available = self.pool.num_free
+        if needed > available or (self.slots is not None and not self.slots.num_free):
+            return Admission.LATER
+        return Admission.OK
+
+    def length(self, seq: Sequence) -> int:
+        """Committed tokens."""
+        return int(self.ledgers.length[seq.row]) if seq.has_row else len(seq.tokens)
+
+    def match(self, seq: Sequence) -> list[int]:
+        """Blocks that hold a prefix of `seq`, which has no row. The last token is never among them: it has to be
+        computed for the next one to be drawn.
+        """
+        if not self._prefix_cache:
+            return []
+        if seq.keys_generation != self._generation:
+            seq.keys, seq.keys_generation = [], self._generation
+        most = (len(seq.tokens) - 1) // self._block_size
+        extend_keys(seq.keys, root_key(self._generation, seq.salt), seq.tokens, most, self._block_size)
+        return self.pool.find(seq.keys[:most])
+
+    def start(self, seq: Sequence, num_blocks: int) -> int:
+        """Give `seq`, which has no row, a row with the cached blocks of its prefix and new ones up to `num_blocks`, and
+        a slot. Returns the row."""
+        hits = self.match(seq)
+        if hits:
+            self.pool.take(hits)
+        blocks = self.pool.allocate(max(num_blocks - len(hits), 0))
+        row = self.ledgers.open(seq)
+        if self._prefix_cache:
+            self.queried_tokens += len(seq.tokens)
+        if hits:
+            self.hit_tokens += len(hits) * self._block_size
+            self.ledgers.append_blocks(row, np.array(hits, np.int32))
+            self.ledgers.num_tokens[row] = len(hits) * self._block_size
+            self.ledgers.num_named[row] = len(hits)
+        self.ledgers.append_blocks(row, blocks)
+        if self.slots is not None:
+            self.ledgers.state_slot[row] = self.slots.allocate(1)[0]
+        return row
+
+    def append(self, row: int, count: int) -> None:
+        if count > 0:
+            self.ledgers.append_blocks(row, self.pool.allocate(count))
+
+    def shrink(self, row: int, num_blocks: int) -> None:
+        """Give back the blocks beyond `num_blocks`; nothing is written there."""
+        self.pool.free(self.ledgers.block_table[row, num_blocks : self.ledgers.num_blocks[row]])
+        self.ledgers.num_blocks[row] = num_blocks
+
+    def release(self, seq: Sequence) -> None:
+        """Give everything back. Idempotent per sequence."""
+        if not seq.has_row:
+            return
+        self.pool.free(self.ledgers.blocks_of(seq.row))
+        if self.slots is not None:
+            self.slots.free(self.ledgers.state_slot[seq.row : seq.row + 1])
+        self.ledgers.close(seq)
+        seq.forked = False
+
+    # ---- forks
+
+    def fork(self, parent: Sequence, child: Sequence, shared: int) -> None:
+        """Give `child` a row whose first `shared` tokens are the parent's KV, pinned. Nothing is written to these
+        blocks before `own`."""
+        blocks = self.ledgers.block_table[parent.row, : self.blocks_of_length(shared)]
+        self.pool.pin(blocks)
+        row = self.ledgers.open(child)
+        self.ledgers.append_blocks(row, blocks)
+        self.ledgers.num_tokens[row] = shared
+        self.ledgers.num_named[row] = shared // self._block_size
+        if self.slots is not None:
+            self.ledgers.state_slot[row] = self.ledgers.state_slot[parent.row]
+            self.slots.pin(self.ledgers.state_slot[row : row + 1])
+        child.forked = True
+
+    def own(self, seq: Sequence, num_blocks: int) -> None:
+        """Make a fork fit for writing: a copy of the half-written last block, a clone of the state, and new blocks up
+        to `num_blocks`."""
+        led, row = self.ledgers, seq.row
+        full = int(led.num_tokens[row]) // self._block_size
+        tail = led.blocks_of(row)[full:].copy()
+        blocks = self.pool.allocate(num_blocks - full)
+        led.num_blocks[row] = full
+        led.append_blocks(row, blocks)
+        old = led.state_slot[row : row + 1].copy()
+        if len(tail):
+            self._block_copies.append((int(tail[0]), int(blocks[0])))
+        if self.slots is not None:
+            led.state_slot[row] = self.slots.allocate(1)[0]
+            self._state_copies.append((int(old[0]), int(led.state_slot[row])))
+        self._sources.append((tail, old))
+        seq.forked = False
+
+    def take_copies(self) -> tuple[np.ndarray, np.ndarray]:
+        """Block and state copies that the step being issued has to make first."""
+        if not self._sources:
+            return _NO_COPIES, _NO_COPIES
+        blocks = np.array(self._block_copies, np.int64).reshape(-1, 2)
+        states = np.array(self._state_copies, np.int64).reshape(-1, 2)
+        self._block_copies, self._state_copies = [], []
+        self._sources_in_flight, self._sources = self._sources, []
+        return blocks, states
+
+    def copies_made(self) -> None:
+        """The step in flight is settled: what its copies read is let go."""
+        for blocks, slots in self._sources_in_flight:
+            self.pool.free(blocks)
+            if self.slots is not None:
+                self.slots.free(slots)
+        self._sources_in_flight = []
+
+    # ---- prefix cache
+
+    def name_blocks(self, rows: np.ndarray, computed: np.ndarray) -> None:
+        """Make the blocks that `computed` tokens of each row fill findable by content."""
+        if not self._prefix_cache:
+            return
+        full = computed // self._block_size
+        for index in np.flatnonzero(full > self.ledgers.num_named[rows]).tolist():
+            self._name(int(rows[index]), int(full[index]))
+
+    def _name(self, row: int, full: int) -> None:
+        seq, led = self.ledgers.seq_of(row), self.ledgers
+        if seq.keys_generation < 0:
+            seq.keys_generation = self._generation
+        extend_keys(seq.keys, root_key(seq.keys_generation, seq.salt), led.tokens[row], full, self._block_size)
+        for index in range(int(led.num_named[row]), full):
+            self.pool.name(int(led.block_table[row, index]), seq.keys[index])
+        led.num_named[row] = full
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes. What present sequences compute later can only be found by those of their own age."""
+        self._generation += 1
+        self.pool.forget_names()
+
+    # ---- checks
+
+    def check_integrity(self, sequences: list[Sequence]) -> None:
+        """Raise if a block or slot is lost or held by nobody. `sequences`: all that hold something."""
+        self.pool.check_integrity()
+        sources = self._sources + self._sources_in_flight
+        rows = [seq.row for seq in sequences if seq.has_row]
+        held = [self.ledgers.blocks_of(row) for row in rows] + [blocks for blocks, _ in sources]
+        _compare("blocks", self.pool, held)
+        if self.slots is not None:
+            self.slots.check_integrity()
+            held = [self.ledgers.state_slot[row : row + 1] for row in rows] + [slots for _, slots in sources]
+            _compare("state slots", self.slots, held)
+
+
+def _compare(what: str, pool: BlockPool, held: list[np.ndarray]) -> None:
+    numbers = np.concatenate(held) if held else np.zeros(0, np.int32)
+    counts = np.bincount(numbers, minlength=pool.num_blocks)
+    counts[NULL_BLOCK] = 0
+    if not np.array_equal(counts, pool.references):
+        wrong = np.flatnonzero(counts != pool.references).tolist()
+        raise RuntimeError(f"scheduler: {what} {wrong} are not held as often as they are referenced")
