@@ -134,12 +134,14 @@ class EngineConfig(BaseModel):
             raise ValueError("role decode cannot recompute: it never prefills; set preemption to terminate")
         if self.role != "both" and self.policy != "phased":
             raise ValueError("role prefill or decode needs the phased policy")
+        if self.num_state_slots is not None and self.prefix_cache:
+            raise ValueError("a cached prefix has no state: num_state_slots needs prefix_cache off")
         if self.overlap and self.release == "next_decode":
             raise ValueError("overlap needs release at settlement")
         if self.draft_ngram_min > self.draft_ngram_max:
             raise ValueError("draft_ngram_min is above draft_ngram_max")
-        if self.num_draft_tokens and self.lookahead_tokens > self.block_size:
-            raise ValueError("lookahead_tokens must not exceed block_size")
+        if self.lookahead_tokens > self.max_num_batched_tokens:
+            raise ValueError("lookahead_tokens is above max_num_batched_tokens, so no chunk would ever fit")
         if self.cp_size > 1 and self.max_num_batched_tokens < 2 * self.cp_size:
             raise ValueError("max_num_batched_tokens is below 2 * cp_size, so no chunk would ever fit")
         return self

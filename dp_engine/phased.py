@@ -33,6 +33,7 @@ class PhasedScheduler(Scheduler):
         self.cleared: list[Sequence] = []  # dropped from `running` by the last plan
         self._chunker = Chunker(config)
         self._prompt_limit = prompt_limit(config, max_model_len)
+        self._headroom = 0 if config.admission == "full" else config.decode_headroom
         self._lazy = config.release == "next_decode"
         self._num_dead = 0  # lazy: ended sequences still in `waiting`
         self._wanted = False  # what the last `facts` said
@@ -45,10 +46,12 @@ class PhasedScheduler(Scheduler):
         return self._facts(
             wants_prefill=self._wanted,
             has_decode=has_decode,
-            unfinished=has_decode or (head_may_run and self._config.role != "decode"),
+            unfinished=has_decode or self._forks_to_come() or (head_may_run and self._config.role != "decode"),
         )
 
     def _has_decode(self) -> bool:
+        if self.unreported:
+            return True
         if self._config.role == "prefill" or self.paused == "all":
             return False
         if self._num_dead or (self.prompted and self.paused == "none"):
@@ -183,9 +186,9 @@ class PhasedScheduler(Scheduler):
         drafts = self._drafts(order)
         needed = self._blocks_needed(order, drafts)
         change = needed - led.num_blocks[order]
-        if change.any() or self._config.decode_headroom:
+        if change.any() or self._headroom:
             grow = int(np.maximum(change, 0).sum())
-            short = grow + (self._config.decode_headroom if len(order) else 0) > self.pool.num_free
+            short = grow + (self._headroom if len(order) else 0) > self.pool.num_free
             if short and self._in_flight is not None:
                 self._put_off = StepType.DECODE
                 return None
@@ -234,9 +237,7 @@ class PhasedScheduler(Scheduler):
             for index in growing.tolist():
                 self.resources.append(int(rows[index]), int(change[index]))
 
-    def _make_room(
-        self, order: np.ndarray, needed: np.ndarray, drafts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _make_room(self, order: np.ndarray, needed: np.ndarray, drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Serve from the youngest, sacrifice from the oldest. Returns who stays, oldest first, and their drafts."""
         rows, wanted = order.tolist(), needed.tolist()
         left, right = 0, len(rows)
@@ -244,7 +245,7 @@ class PhasedScheduler(Scheduler):
         while left < right:
             row = rows[right - 1]
             count = wanted[right - 1] - int(self.ledgers.num_blocks[row])
-            room = max(count, self._config.decode_headroom)
+            room = max(count, self._headroom)
             while self.pool.num_free < room and right - left > 1:
                 self._preempt(self.ledgers.seq_of(rows[left]))
                 left += 1

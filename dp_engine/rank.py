@@ -15,8 +15,8 @@ from dp_engine.engine import Engine, StepCounters
 from dp_engine.kv_cache import num_blocks_for
 from dp_engine.link import Link, LinkHandler
 from dp_engine.model_config import ModelConfig, ModelConfigError
-from dp_engine.runner import ModelRunner
 from dp_engine.policies import make_scheduler
+from dp_engine.runner import ModelRunner
 from dp_engine.spec import RankSpec
 from dp_engine.worker import StepWorker, ThreadWorker
 from ep.dispatch import make_dispatcher

@@ -129,7 +129,11 @@ class _PhasedReplay(_Scenario):
             "decode_step": self.protocol.clock.decode_step,
             "waiting": [seq.request_id for seq in scheduler.waiting],
             "running": sorted(seq.request_id for seq in running),
-            "computed": {str(seq.request_id): self.computed(seq) for seq in [*scheduler.waiting, *running] if not seq.status.finished},
+            "computed": {
+                str(seq.request_id): self.computed(seq)
+                for seq in [*scheduler.waiting, *running]
+                if not seq.status.finished
+            },
         }
         if scheduler.resources.slots is not None:
             record["free_slots"] = scheduler.resources.slots.num_free

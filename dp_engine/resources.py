@@ -4,10 +4,11 @@ import numpy as np
 
 from dp_engine.blocks import NULL_BLOCK, Admission, BlockPool
 from dp_engine.config import EngineConfig
-from dp_engine.ledger import Ledgers, blocks_for
+from dp_engine.ledger import Ledgers
 from dp_engine.prefix import extend_keys, root_key
 from dp_engine.sequence import Sequence
 
+_NO_BLOCKS = np.zeros(0, np.int32)
 _NO_COPIES = np.zeros((0, 2), np.int64)
 
 
@@ -56,7 +57,7 @@ class Resources:
             available = self.pool.num_free - self.pool.num_free_among(hits)
         else:
             available = self.pool.num_free
-        if needed > available or (self.slots is not None and not self.slots.num_free):
+        if needed > available or (self.slots is not None and not seq.forked and not self.slots.num_free):
             return Admission.LATER
         return Admission.OK
 
@@ -117,36 +118,41 @@ class Resources:
 
     # ---- forks
 
-    def fork(self, parent: Sequence, child: Sequence, shared: int) -> None:
+    def fork(self, parent: Sequence, child: Sequence, shared: int) -> bool:
         """Give `child` a row whose first `shared` tokens are the parent's KV, pinned. Nothing is written to these
-        blocks before `own`."""
-        blocks = self.ledgers.block_table[parent.row, : self.blocks_of_length(shared)]
+        blocks before `own`.
+
+        The parent's state moves on with its next step, so it is cloned right before that; False if there is no slot.
+        """
+        if self.slots is not None and not self.slots.num_free:
+            return False
+        led = self.ledgers
+        blocks = led.block_table[parent.row, : self.blocks_of_length(shared)]
         self.pool.pin(blocks)
-        row = self.ledgers.open(child)
-        self.ledgers.append_blocks(row, blocks)
-        self.ledgers.num_tokens[row] = shared
-        self.ledgers.num_named[row] = shared // self._block_size
+        row = led.open(child)
+        led.append_blocks(row, blocks)
+        led.num_tokens[row] = shared
+        led.num_named[row] = shared // self._block_size
         if self.slots is not None:
-            self.ledgers.state_slot[row] = self.ledgers.state_slot[parent.row]
-            self.slots.pin(self.ledgers.state_slot[row : row + 1])
+            source = led.state_slot[parent.row : parent.row + 1].copy()
+            self.slots.pin(source)
+            led.state_slot[row] = self.slots.allocate(1)[0]
+            self._state_copies.append((int(source[0]), int(led.state_slot[row])))
+            self._sources.append((_NO_BLOCKS, source))
         child.forked = True
+        return True
 
     def own(self, seq: Sequence, num_blocks: int) -> None:
-        """Make a fork fit for writing: a copy of the half-written last block, a clone of the state, and new blocks up
-        to `num_blocks`."""
+        """Make a fork fit for writing: a copy of the half-written last block, and new blocks up to `num_blocks`."""
         led, row = self.ledgers, seq.row
         full = int(led.num_tokens[row]) // self._block_size
         tail = led.blocks_of(row)[full:].copy()
         blocks = self.pool.allocate(num_blocks - full)
         led.num_blocks[row] = full
         led.append_blocks(row, blocks)
-        old = led.state_slot[row : row + 1].copy()
         if len(tail):
             self._block_copies.append((int(tail[0]), int(blocks[0])))
-        if self.slots is not None:
-            led.state_slot[row] = self.slots.allocate(1)[0]
-            self._state_copies.append((int(old[0]), int(led.state_slot[row])))
-        self._sources.append((tail, old))
+            self._sources.append((tail, _NO_BLOCKS))
         seq.forked = False
 
     def take_copies(self) -> tuple[np.ndarray, np.ndarray]:

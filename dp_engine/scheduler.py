@@ -21,7 +21,7 @@ import numpy as np
 from dp_engine.admission import Refused, read_request
 from dp_engine.batch import Batch
 from dp_engine.config import EngineConfig
-from dp_engine.drafts import propose
+from dp_engine.drafts import accepted, propose
 from dp_engine.ledger import Ledgers, Step
 from dp_engine.messages import Add, PauseMode
 from dp_engine.resources import Resources
@@ -107,7 +107,7 @@ class Scheduler(ABC):
         self._arrivals += 1
         seq.number, seq.arrival = self._arrivals, time.monotonic()
         self._by_id[seq.request_id] = seq
-        parent = self._by_id.get(request.parent)
+        parent = self._by_id.get(request.parent) if request.parent else None
         if self._config.role == "decode":
             self.prompted.append(seq)  # its KV comes from the engine that prefilled it
         elif parent is None:
@@ -202,6 +202,10 @@ class Scheduler(ABC):
 
     def _facts(self, **more: bool) -> Facts:
         return Facts(wants_stop=self.wants_stop, wake=self.wake, **more)
+
+    def _forks_to_come(self) -> bool:
+        """The step in flight may compute the prompt that some forks wait for, and end their parent."""
+        return self._in_flight is not None and bool(self._branches)
 
     def _head_may_run(self) -> bool:
         return self.paused == "none" and len(self.waiting) > 0 and self.waiting.head.schedulable
@@ -336,14 +340,21 @@ class Scheduler(ABC):
     def _fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the parent's computed KV as far as both have the same tokens; all but the child's last token."""
         led = self.ledgers
-        most = min(self._computed(parent), len(child.tokens) - 1, int(led.length[parent.row]))
+        computed = self._computed(parent)
+        most = min(computed, len(child.tokens) - 1, int(led.length[parent.row]))
         differ = np.flatnonzero(led.tokens[parent.row, :most] != child.tokens[:most])
         shared = int(differ[0]) if len(differ) else most
-        if shared == 0 or parent.salt != child.salt:
+        ahead = shared < computed - 1 or self._in_flight is not None  # the parent's state has seen more than is shared
+        stateful = self.resources.slots is not None
+        if (
+            shared == 0
+            or (stateful and ahead)
+            or parent.salt != child.salt
+            or not self.resources.fork(parent, child, shared)
+        ):
             self.waiting.push(child)
             return
         self.counters.forks += 1
-        self.resources.fork(parent, child, shared)
         if shared == len(child.tokens) - 1:
             self.prompted.append(child)
         else:
@@ -363,7 +374,7 @@ class Scheduler(ABC):
         if children:
             self.waiting.push(children[0])
             if children[1:]:
-                self._branches[children[0].request_id] = children[1:]
+                self._branches.setdefault(children[0].request_id, []).extend(children[1:])
 
     # ---- issuing and settling
 
@@ -376,7 +387,11 @@ class Scheduler(ABC):
     def _fix_drafts(self, step: Step) -> None:
         """Guess, now that all tokens are committed, within what was reserved."""
         step.drafts_due = False
-        most, step.num_drafts = step.num_drafts, self.propose(self.ledgers, step.rows, step.num_drafts)
+        led, most = self.ledgers, step.num_drafts
+        limits = most
+        if self._config.clip_drafts:
+            limits = np.clip(led.stop_len[step.rows] - led.length[step.rows] - 1, 0, most)
+        step.num_drafts = self.propose(led, step.rows, limits)
         step.seqlens_q = step.seqlens_q + step.num_drafts - most
 
     def _look_up(self, ledgers: Ledgers, rows: np.ndarray, limits: np.ndarray) -> np.ndarray:
@@ -386,29 +401,31 @@ class Scheduler(ABC):
 
     def _commit(self, step: Step, tokens: np.ndarray, dropped: np.ndarray) -> StepOutput:
         """Append what the step's outputs are worth, name blocks, end sequences."""
-        drafted = bool(step.num_drafts.any())
         kept = step.outputs if not len(dropped) else step.outputs & ~np.isin(step.rows, dropped)
         rows = step.rows if kept.all() else step.rows[kept]
-        table = _as_table(tokens, step.num_drafts, kept) if drafted else tokens[kept][:, None]
-        counts = self._accepted(rows, table, step.num_drafts[kept]) if drafted else None
+        counts = None
+        if step.num_drafts.any():
+            counts = self._accepted(step, tokens)[kept]
+            table = _as_table(tokens, step.num_drafts)[kept]
+        else:
+            table = tokens[kept][:, None]
         stopped, counts = self._append(rows, table, counts)
-        prefilled = step.step_type is not StepType.DECODE
-        if self._branches and prefilled:
+        if self._branches and step.step_type is not StepType.DECODE:
             self._fork_branches(rows)
         if self._config.prefix_share == "computed":
             alive = step.rows if not len(dropped) else step.rows[~np.isin(step.rows, dropped)]
             self.resources.name_blocks(alive, self.ledgers.num_tokens[alive])
         return self._output(rows, table, counts, stopped)
 
-    def _accepted(self, rows: np.ndarray, table: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+    def _accepted(self, step: Step, tokens: np.ndarray) -> np.ndarray:
         """Tokens per row that are worth keeping: the run of right drafts, and the token drawn after it."""
-        led = self.ledgers
-        guesses = led.tokens[rows[:, None], led.length[rows][:, None] + np.arange(table.shape[1] - 1)]
-        right = (guesses == table[:, :-1]) & (np.arange(table.shape[1] - 1) < num_drafts[:, None])
-        accepted_drafts = np.logical_and.accumulate(right, axis=1).sum(1, dtype=np.int32)
-        self.counters.draft_tokens += int(num_drafts.sum())
-        self.counters.accepted_draft_tokens += int(accepted_drafts.sum())
-        return accepted_drafts + 1
+        led, num_drafts = self.ledgers, step.num_drafts
+        owners = np.repeat(step.rows, num_drafts)
+        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(num_drafts) - num_drafts, num_drafts)
+        right = accepted(tokens, led.tokens[owners, led.length[owners] + offsets], num_drafts)
+        self.counters.draft_tokens += len(owners)
+        self.counters.accepted_draft_tokens += int(right.sum())
+        return right + 1
 
     def _append(
         self, rows: np.ndarray, table: np.ndarray, counts: np.ndarray | None
@@ -488,9 +505,9 @@ class Scheduler(ABC):
         self.running = self.running[~np.isin(self.running, rows)]
 
 
-def _as_table(tokens: np.ndarray, num_drafts: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """A step's flat result as one row per kept sequence, [R, 1 + most drafts]; -1 where a row is shorter."""
+def _as_table(tokens: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+    """A step's flat result as one row per sequence, [B, 1 + most drafts]; -1 where a row is shorter."""
     widths = 1 + num_drafts
     table = np.full((len(widths), int(widths.max(initial=1))), -1, np.int64)
     table[np.arange(table.shape[1]) < widths[:, None]] = tokens
-    return table[kept]
+    return table

@@ -46,7 +46,8 @@ class UnifiedScheduler(Scheduler):
         runs = len(self._continuing()) > 0 and self.paused != "all"
         planned = self._put_off is not None or (self._planned is not None and len(self._planned.rows) > 0)
         may_start = self._head_may_run() or (bool(self.prompted) and self.paused == "none")
-        return self._facts(unfinished=runs or may_start, scheduled=planned or bool(self.unreported))
+        unfinished = runs or may_start or self._forks_to_come() or bool(self.unreported)
+        return self._facts(unfinished=unfinished, scheduled=planned or bool(self.unreported))
 
     def plan(self, step_type: StepType) -> None:
         self._planned = None
@@ -62,7 +63,8 @@ class UnifiedScheduler(Scheduler):
                 if self._in_flight is not None:
                     self._put_off = step_type
                     return
-                self._serve_in_turn(dict(zip(rows.tolist(), zip(wanted.tolist(), drafts.tolist(), strict=True), strict=True)), plan)
+                each = zip(wanted.tolist(), drafts.tolist(), strict=True)
+                self._serve_in_turn(dict(zip(rows.tolist(), each, strict=True)), plan)
             if self.paused == "none" and self.counters.preemptions == preemptions:
                 self._admit(plan)
         self._planned = self._step(step_type, plan)

@@ -1,4 +1,4 @@
-"""Queues of waiting sequences. Whatever their length: head, push, pop and removal of any member are O(1) or O(log n)."""
+"""Queues of waiting sequences: head, push and removal of any member cost O(1) or O(log n), however long they are."""
 
 import heapq
 from collections import OrderedDict

@@ -73,9 +73,10 @@ class Books:
         """Requests in flight per rank."""
         return list(self._requests)
 
-    def choose(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Return the rank for a request. Nothing is charged yet."""
-        return choose_rank(self.loads, prompt_tokens, min(max_tokens, EXPECTED_TOKENS), self._next)
+    def choose(self, prompt_tokens: int, max_tokens: int, choices: int = 1) -> int:
+        """Return the rank for a request, or for all choices of one prompt. Nothing is charged yet."""
+        decode = choices * min(max_tokens, EXPECTED_TOKENS)
+        return choose_rank(self.loads, prompt_tokens, decode, self._next)
 
     def charge(self, request_id: int, rank: int, prompt_tokens: int, max_tokens: int) -> None:
         """Enter a request. Raises ValueError when the id is in the books already."""

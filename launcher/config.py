@@ -1,14 +1,17 @@
 """The one configuration schema: YAML files, `--set key=value`, the CLI's flags and the docs all come from it."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dp_engine.config import EngineConfig
 from ep.config import ExpertConfig
 from vote.config import VoteConfig
+
+# What goes with `engine.preset` deepinfer; settings given in the configuration win.
+DEEPINFER_VOTE = {"decision": "cadence", "fast_path": False}
 
 
 class ConfigError(ValueError):
@@ -65,6 +68,22 @@ class DeploymentConfig(_Section):
     ranks: RanksConfig = RanksConfig()
     ray: RayConfig = RayConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_vote_preset(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(vote := data.get("vote", {}), dict):
+            engine = data.get("engine")
+            preset = engine.get("preset") if isinstance(engine, dict) else getattr(engine, "preset", None)
+            if preset == "deepinfer":
+                return data | {"vote": DEEPINFER_VOTE | vote}
+        return data
+
+    @model_validator(mode="after")
+    def _serve_whole_requests(self) -> Self:
+        if (role := self.engine.role) != "both":
+            raise ValueError(f"engine.role {role} cannot be served: engines do not hand KV to each other yet; use both")
+        return self
+
 
 def load_config(path: Path | None, overrides: list[str] | None = None, **flags: Any) -> DeploymentConfig:
     """Merge a YAML file, `key=value` overrides (dotted keys, YAML values) and flags, in rising order of precedence.
@@ -115,4 +134,7 @@ def _first_error(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"unknown setting {key!r}"
+    if first["type"] == "value_error":  # settings that do not go together; the message names them
+        message = first["msg"].removeprefix("Value error, ")
+        return f"setting {key!r}: {message}" if key else message
     return f"setting {key!r}: {first['msg']} (got {first['input']!r})"

@@ -31,9 +31,7 @@ class Deployment:
     Everything it started is gone after it. `say` gets one short line per stage; `on_log` the ranks' log lines.
     """
 
-    def __init__(
-        self, config: DeploymentConfig, model_dir: Path, *, say: Callable[[str], None], on_log: OnLog
-    ) -> None:
+    def __init__(self, config: DeploymentConfig, model_dir: Path, *, say: Callable[[str], None], on_log: OnLog) -> None:
         self._config = config
         self._model_dir = model_dir
         self._say = say

@@ -94,9 +94,7 @@ def read_requests(path: Path) -> Requests:
     return Requests(path, numbers, lines)
 
 
-async def generate_file(
-    service: Service, requests: Requests, output: TextIO, *, console: Console | None = None
-) -> int:
+async def generate_file(service: Service, requests: Requests, output: TextIO, *, console: Console | None = None) -> int:
     """Write the answers in the order of the requests, each as soon as those before it are written.
 
     A request that a rank rejects gets an answer with `error`; returns the number of these. Raises BadInput before
@@ -180,5 +178,3 @@ class _InOrder:
         while self._next in self._early:
             yield self._early.pop(self._next)
             self._next += 1
-
-

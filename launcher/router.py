@@ -9,29 +9,24 @@ from contextlib import suppress
 import msgspec
 
 from dp_engine.messages import (
-    PROTOCOL_VERSION,
-    Abort,
     Add,
     Goodbye,
     Hello,
     LogLine,
     Output,
+    PauseMode,
     Rejected,
     Report,
     Sampling,
-    Shutdown,
-    ToRank,
-    Wake,
-    Welcome,
     decode_to_router,
-    encode,
 )
 from launcher.books import Books
 from launcher.keys import LaunchKeys
 from launcher.link import Congested, RankLink, Unroutable
-from launcher.ticket import Delta, GangDown, Inbox, QueueFull, RequestRejected, Ticket
+from launcher.roster import Roster, name_ranks
+from launcher.ticket import Delta, GangDown, Inbox, QueueFull, RankBusy, RequestRejected, Ticket
 
-__all__ = ["Delta", "GangDown", "Inbox", "QueueFull", "RequestRejected", "Router", "Ticket"]
+__all__ = ["Delta", "GangDown", "Inbox", "QueueFull", "RankBusy", "RequestRejected", "Router", "Ticket"]
 
 OnLog = Callable[[int, int, str], None]  # rank, logging level, text
 
@@ -39,9 +34,9 @@ OnLog = Callable[[int, int, str], None]  # rank, logging level, text
 class Router:
     """One gang's requests. All methods are called on one event loop.
 
-    Owns the books, the tickets and the wake number. A rank counts from its Hello on, and nothing is sent to it before.
-    `reports` and `hellos` hold the last Report and the Hello of each rank. `started` and `finished` count requests per
-    rank (and per finish reason); reasons of the router's own are `abort`, `rejected` and `gang_down`.
+    Owns the books, the tickets and the roster. A rank counts from its Hello on, and nothing is sent to it before.
+    `reports` holds the last Report of each rank. `started` and `finished` count requests per rank (and per finish
+    reason); reasons of the router's own are `abort`, `rejected` and `gang_down`.
     """
 
     def __init__(
@@ -55,27 +50,20 @@ class Router:
     ) -> None:
         self.world_size = world_size
         self.max_inflight = max_inflight
-        self.wake = 0
-        self.hellos: dict[int, Hello] = {}
         self.reports: dict[int, Report] = {}
         self.started = [0] * world_size
         self.finished: list[Counter[str]] = [Counter() for _ in range(world_size)]
         self.bad_messages = 0  # did not parse, or came from a peer that has no say
         self.last_output_at: float | None = None  # time.monotonic()
         self.books = Books(world_size)
-        self._keys = keys
-        self._epoch = epoch
         self._host = host
         self._on_log = on_log
         self._link = RankLink(keys, self._on_message, send_high_water=4 * max_inflight + 1024)
+        self._roster = Roster(world_size, keys.launch_id, epoch, self._link, self._on_lost)
         self._tickets: dict[int, Ticket] = {}
-        self._identities: dict[int, bytes] = {}
-        self._ranks: dict[bytes, int] = {}
-        self._late_aborts: dict[int, list[int]] = {}
         self._next_id = 1
         self._down: str | None = None
         self._stopping = False
-        self._refusals: list[str] = []
         self._goodbyes: set[int] = set()
         self._changed = asyncio.Event()  # a Hello, a Goodbye or a failure has come
 
@@ -90,6 +78,20 @@ class Router:
         return self._link.endpoint
 
     @property
+    def hellos(self) -> dict[int, Hello]:
+        return self._roster.hellos
+
+    @property
+    def wake(self) -> int:
+        """The last wake number."""
+        return self._roster.wake
+
+    @property
+    def paused(self) -> PauseMode:
+        """What all ranks were told last by `pause`."""
+        return self._roster.paused
+
+    @property
     def ready(self) -> bool:
         return self.unready_reason is None
 
@@ -98,8 +100,8 @@ class Router:
         """Why no request can be served at present, or None."""
         if self._down is not None:
             return self._down
-        if missing := self._missing():
-            return f"waiting for {_name_ranks(missing)}"
+        if missing := self._roster.missing:
+            return f"waiting for {name_ranks(missing)}"
         return None
 
     async def wait_ready(self, timeout_s: float) -> None:
@@ -108,20 +110,19 @@ class Router:
             await self._wait_until(lambda: self.ready or self._down is not None, timeout_s)
         if self._down is not None:
             raise GangDown(self._down)
-        if missing := self._missing():
-            refused = f" (refused: {'; '.join(self._refusals)})" if self._refusals else ""
-            raise TimeoutError(f"no word from {_name_ranks(missing)} within {timeout_s:g} s{refused}")
+        if missing := self._roster.missing:
+            refusals = self._roster.refusals
+            refused = f" (refused: {'; '.join(refusals)})" if refusals else ""
+            raise TimeoutError(f"no word from {name_ranks(missing)} within {timeout_s:g} s{refused}")
 
     async def shutdown(self, timeout_s: float = 5.0) -> list[int]:
         """End open requests, ask all ranks to leave, wait for their Goodbyes. Return the ranks that stayed silent."""
         self._stopping = True
         self._end_all("the server is shutting down")
-        self.wake += 1
-        farewell = Shutdown(wake=self.wake)
-        told = [rank for rank in self._identities if rank not in self._goodbyes and self._try_send(rank, farewell)]
+        told = self._roster.shut_down(rank for rank in self.hellos if rank not in self._goodbyes)
         with suppress(TimeoutError):
             await self._wait_until(lambda: self._goodbyes.issuperset(told), timeout_s)
-        return sorted(set(self._identities) - self._goodbyes)
+        return sorted(set(self.hellos) - self._goodbyes)
 
     async def close(self) -> None:
         """Close the socket; requests still open end with GangDown. Idempotent."""
@@ -154,8 +155,12 @@ class Router:
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank not in self.hellos]
+    def _require_ready(self) -> None:
+        if (reason := self.unready_reason) is not None:
+            raise GangDown(reason)
+
+    def _on_lost(self, rank: int) -> None:
+        self.fail(f"rank {rank} is not connected any more")
 
     # ---- requests
 
@@ -163,26 +168,47 @@ class Router:
     def inflight(self) -> int:
         return len(self._tickets)
 
-    def submit(self, prompt_ids: list[int], sampling: Sampling, inbox: Inbox | None = None) -> Ticket:
-        """Hand a request to the rank where it makes the least resulting load. Raises QueueFull or GangDown."""
-        if (reason := self.unready_reason) is not None:
-            raise GangDown(reason)
+    def submit(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        inbox: Inbox | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        choices: int = 1,
+        parent: Ticket | None = None,
+    ) -> Ticket:
+        """Hand a request to the rank where it makes the least resulting load. Raises QueueFull or GangDown.
+
+        Of several choices for one prompt the first names their number, so that the rank is chosen for all of them; the
+        others name it as their parent and go to the same rank, which computes the prompt once.
+        """
+        self._require_ready()
         if len(self._tickets) >= self.max_inflight:
             raise QueueFull(f"{self.max_inflight} requests are in flight already")
-        rank = self.books.choose(len(prompt_ids), sampling.max_tokens)
-        wake, request_id = self.wake + 1, self._next_id
+        prefill = len(prompt_ids) if parent is None else 0
+        rank = self.books.choose(prefill, sampling.max_tokens, choices) if parent is None else parent.rank
+        add = Add(
+            wake=self.wake + 1,
+            request_id=self._next_id,
+            prompt=prompt_ids,
+            sampling=sampling,
+            parent=parent.request_id if parent is not None else 0,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
         try:
-            self._send(rank, Add(wake=wake, request_id=request_id, prompt=prompt_ids, sampling=sampling))
+            self._roster.hand(rank, add)
         except Congested:
             raise QueueFull(f"rank {rank} takes no more messages") from None
-        self.wake, self._next_id = wake, request_id + 1
-        self.books.charge(request_id, rank, len(prompt_ids), sampling.max_tokens)
+        except Unroutable:
+            raise GangDown(self._down) from None
+        self._next_id += 1
+        self.books.charge(add.request_id, rank, prefill, sampling.max_tokens)
         self.started[rank] += 1
-        ticket = self._tickets[request_id] = Ticket(request_id, rank, sampling, inbox)
-        waking = Wake(wake=wake)
-        for other in range(self.world_size):
-            if other != rank:
-                self._try_send(other, waking)  # a full queue wakes its rank anyhow
+        ticket = self._tickets[add.request_id] = Ticket(add.request_id, rank, sampling, inbox)
+        self._roster.wake_all()
         return ticket
 
     def abort(self, ticket: Ticket, reason: str = "abort") -> None:
@@ -191,35 +217,36 @@ class Router:
             return
         self._close_ticket(ticket, reason)
         ticket.finish(reason)
-        self._late_aborts.setdefault(ticket.rank, []).append(ticket.request_id)
-        self._flush_aborts(ticket.rank)
-
-    def _flush_aborts(self, rank: int) -> None:
-        """Send the aborts a rank has not got yet; those that find its queue full wait for the rank's next message."""
-        if (request_ids := self._late_aborts.pop(rank, None)) and not self._try_send(rank, Abort(request_ids)):
-            self._late_aborts[rank] = request_ids
+        self._roster.abort(ticket.rank, ticket.request_id)
 
     def _close_ticket(self, ticket: Ticket, reason: str) -> None:
         del self._tickets[ticket.request_id]
         self.books.release(ticket.request_id)
         self.finished[ticket.rank][reason] += 1
 
-    # ---- to ranks
+    # ---- the operator's
 
-    def _send(self, rank: int, message: ToRank) -> None:
-        """Raises Congested, or GangDown (after failing the gang) when the rank is gone."""
-        try:
-            self._link.send(self._identities[rank], encode(message))
-        except Unroutable:
-            self.fail(f"rank {rank} is not connected any more")
-            raise GangDown(f"rank {rank} is not connected any more") from None
+    def pause(self, mode: PauseMode) -> None:
+        """Tell all ranks what they may start; "none" is go on. Requests are taken, and wait, all the while.
 
-    def _try_send(self, rank: int, message: ToRank) -> bool:
-        try:
-            self._send(rank, message)
-        except (Congested, GangDown):
-            return False
-        return True
+        Raises GangDown, or RankBusy when a queue is full: then the mode stays as it was.
+        """
+        self._require_ready()
+        busy = self._roster.pause(mode)
+        self._require_ready()  # a rank may have turned out to be lost
+        if busy:
+            raise RankBusy(f"the queue to {name_ranks(busy)} is full; the pause mode is still {self.paused!r}")
+
+    def reset_prefix_cache(self) -> None:
+        """Let all ranks forget their cached prefixes.
+
+        Raises GangDown, or RankBusy when a queue is full: that rank forgets them as soon as it reads again.
+        """
+        self._require_ready()
+        busy = self._roster.reset_prefix_cache()
+        self._require_ready()
+        if busy:
+            raise RankBusy(f"the queue to {name_ranks(busy)} is full; prefixes are still cached there")
 
     # ---- from ranks
 
@@ -232,7 +259,7 @@ class Router:
         except (msgspec.DecodeError, RecursionError):
             self.bad_messages += 1
             return
-        rank = self._ranks.get(identity)
+        rank = self._roster.rank_of(identity)
         if isinstance(message, Hello):
             self._on_hello(identity, message)
         elif isinstance(message, Goodbye):
@@ -245,8 +272,8 @@ class Router:
             self._on_output(rank, message)
         elif isinstance(message, Rejected):
             self._on_rejected(rank, message)
-        if rank in self._late_aborts:
-            self._flush_aborts(rank)
+        if rank is not None and self._down is None:
+            self._roster.catch_up(rank)
 
     def _on_line(self, rank: int | None, line: LogLine) -> None:
         """Only holders of the launch's key get this far, so a line may name the rank itself while it loads."""
@@ -256,36 +283,15 @@ class Router:
             self._on_log(line.rank, line.level, line.text)
 
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
-        if (fault := self._fault(identity, hello)) is not None:
+        if self._roster.admit(identity, hello):
+            self._changed.set()
+        else:
             self.bad_messages += 1
-            self._refusals = [*self._refusals[-7:], fault]
-            return
-        self.hellos[hello.rank] = hello
-        self._identities[hello.rank] = identity
-        self._ranks[identity] = hello.rank
-        self._try_send(hello.rank, Welcome(launch_id=self._keys.launch_id))
-        self._changed.set()
-
-    def _fault(self, identity: bytes, hello: Hello) -> str | None:
-        """What is wrong with a Hello, or None."""
-        for name, got, wanted in (
-            ("protocol", hello.protocol, PROTOCOL_VERSION),
-            ("launch", hello.launch_id, self._keys.launch_id),
-            ("epoch", hello.epoch, self._epoch),
-            ("world size", hello.world_size, self.world_size),
-        ):
-            if got != wanted:
-                return f"rank {hello.rank} comes with {name} {got}, here it is {wanted}"
-        if not 0 <= hello.rank < self.world_size:
-            return f"rank {hello.rank} of {self.world_size}"
-        if hello.rank in self.hellos or identity in self._ranks:
-            return f"rank {hello.rank} is there already"
-        return None
 
     def _on_goodbye(self, rank: int | None, goodbye: Goodbye) -> None:
         """A rank leaves. Before its Hello only its error counts: loading failed."""
         known = rank is not None and rank == goodbye.rank
-        failed_early = rank is None and goodbye.error and goodbye.rank in self._missing()
+        failed_early = rank is None and goodbye.error and goodbye.rank in self._roster.missing
         if not known and not failed_early:
             self.bad_messages += 1
             return
@@ -319,7 +325,3 @@ class Router:
         if ticket is not None and ticket.rank == rank:
             self._close_ticket(ticket, "rejected")
             ticket.fail(RequestRejected(rejected.reason))
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

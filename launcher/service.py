@@ -16,7 +16,7 @@ SEED_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Params:
-    """Sampling parameters of a request, in range already. None: the model's default, and all the tokens that fit."""
+    """Parameters of a request, in range already. None: the model's default, and all the tokens that fit."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -26,6 +26,8 @@ class Params:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ class Service:
     # ---- requests
 
     def start(self, prompts: Sequence[list[int]], params: Params, n: int = 1) -> Job:
-        """Submit `n` choices for every prompt; choice k of prompt p has index p * n + k.
+        """Submit `n` choices for every prompt; choice k of prompt p has index p * n + k. One rank has all of a prompt.
 
         Raises RequestError, QueueFull or GangDown; then nothing is left running. Without a seed every choice draws one,
         with a seed choice k has seed + k.
@@ -171,8 +173,18 @@ class Service:
         job = Job(self.router, inbox := Inbox())
         try:
             for number, prompt in enumerate(prompts):
+                first: Ticket | None = None
                 for k in range(n):
-                    ticket = self.router.submit(prompt, self._sampling(prompt, params, k), inbox)
+                    ticket = self.router.submit(
+                        prompt,
+                        self._sampling(prompt, params, k),
+                        inbox,
+                        priority=params.priority,
+                        cache_salt=params.cache_salt,
+                        choices=n,
+                        parent=first,
+                    )
+                    first = first or ticket
                     detokenizer = Detokenizer(self.text.decode, prompt, params.stop)
                     job.add(Choice(number * n + k, ticket, detokenizer, len(prompt)))
         except BaseException:

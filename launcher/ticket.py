@@ -12,6 +12,10 @@ class QueueFull(Exception):
     """No room for another request at present; the client may try again."""
 
 
+class RankBusy(Exception):
+    """A rank takes no more messages at present. The message says which, and what has become of the call."""
+
+
 class GangDown(Exception):
     """The ranks cannot serve: not there yet, or lost. The message says why."""
 

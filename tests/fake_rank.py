@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import zmq
@@ -19,8 +19,11 @@ from dp_engine.messages import (
     Histogram,
     LogLine,
     Output,
+    Pause,
+    PauseMode,
     Rejected,
     Report,
+    ResetPrefixCache,
     Shutdown,
     Wake,
     Welcome,
@@ -41,7 +44,10 @@ def count_up(add: Add) -> Iterator[int]:
 
 
 class FakeRank:
-    """`with FakeRank(...) as rank:` runs it. What it received is in `adds`, `aborted` and `wakes`."""
+    """`with FakeRank(...) as rank:` runs it. What it received is in `adds`, `aborted`, `pauses`, `resets` and `wakes`.
+
+    A step gives each request up to `burst` tokens, as accepted drafts do. Pause mode "all" holds the steps.
+    """
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class FakeRank:
         epoch: int = 1,
         reply: Reply = count_up,
         tick_s: float = 0.001,
+        burst: int = 1,
         hello: dict[str, Any] | None = None,
         num_blocks: int = 1000,
         max_model_len: int = 512,
@@ -60,8 +67,11 @@ class FakeRank:
         self.rank = rank
         self.reply = reply
         self.tick_s = tick_s
+        self.burst = burst
         self.adds: list[Add] = []
         self.aborted: list[int] = []
+        self.pauses: list[Pause] = []
+        self.resets: list[ResetPrefixCache] = []
         self.wakes: list[int] = []
         self.welcomed = threading.Event()
         self.was_aborted = threading.Event()
@@ -85,7 +95,8 @@ class FakeRank:
         self._outbox: list[bytes] = []
         self._leave: str | None = None
         self._vanish = False
-        self._steps = self._generated = 0
+        self._steps = self._generated = self._drafted = self._accepted = 0
+        self._mode: PauseMode = "none"
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> "FakeRank":
@@ -136,7 +147,7 @@ class FakeRank:
             if self._leave is not None:
                 socket.send(encode(Goodbye(rank=self.rank, error=self._leave)))
                 return
-            if self.running and time.monotonic() >= next_tick:
+            if self.running and self._mode != "all" and time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + self.tick_s
                 socket.send(encode(self._step()))
 
@@ -154,6 +165,13 @@ class FakeRank:
                     self.running[message.request_id] = (message, answer, 0)
             case Wake():
                 self.wakes.append(message.wake)
+            case Pause():
+                self.wakes.append(message.wake)
+                self.pauses.append(message)
+                self._mode = message.mode
+            case ResetPrefixCache():
+                self.wakes.append(message.wake)
+                self.resets.append(message)
             case Abort():
                 self.aborted += message.request_ids
                 self.was_aborted.set()
@@ -165,19 +183,22 @@ class FakeRank:
 
     def _step(self) -> Output:
         self._steps += 1
-        ids, tokens, finished = [], [], []
+        ids: list[int] = []
+        tokens: list[int] = []
+        finished = []
         for request_id, (add, answer, emitted) in list(self.running.items()):
-            token, following = next(answer), None
-            ids.append(request_id)
-            tokens.append(token)
-            reason = "length" if emitted + 1 == add.sampling.max_tokens else None
-            if reason is None and (following := next(answer, None)) is None:
-                reason = self.end_reason
-            answer = answer if following is None else chain([following], answer)
-            self.running[request_id] = (add, answer, emitted + 1)
-            if reason is not None:
-                finished.append((request_id, reason))
+            drawn = list(islice(answer, min(self.burst, add.sampling.max_tokens - emitted)))
+            ids += [request_id] * len(drawn)
+            tokens += drawn
+            emitted += len(drawn)
+            self._drafted += self.burst - 1
+            self._accepted += len(drawn) - 1
+            following = next(answer, None)
+            if emitted == add.sampling.max_tokens or following is None:
+                finished.append((request_id, "length" if emitted == add.sampling.max_tokens else self.end_reason))
                 del self.running[request_id]
+            else:
+                self.running[request_id] = (add, chain([following], answer), emitted)
         self._generated += len(tokens)
         return Output(self._steps, ids, tokens, finished, self.report())
 
@@ -192,9 +213,16 @@ class FakeRank:
             decode_steps=self._steps,
             idle_sleeps=0,
             placeholder_steps=0,
+            mixed_steps=0,
             prompt_tokens=sum(len(add.prompt) for add in self.adds),
             generated_tokens=self._generated,
             preemptions=0,
+            prefix_query_tokens=sum(len(add.prompt) for add in self.adds),
+            prefix_hit_tokens=sum(len(add.prompt) for add in self.adds if add.parent),
+            draft_tokens=self._drafted,
+            accepted_draft_tokens=self._accepted,
+            forks=sum(add.parent > 0 for add in self.adds),
+            cached_blocks=len(self.adds),
             bad_messages=0,
             ballots=Histogram(self._steps, 0.001 * self._steps, buckets),
         )

@@ -1,35 +1,32 @@
-"""The HTTP front: OpenAI's completions, chat and models, and the operator's health, readiness and metrics."""
+"""The HTTP front: OpenAI's completions, chat and models; the operator's part is in `admin`."""
 
 import logging
 import time
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from launcher.front.admin import Admin
 from launcher.front.answers import EventStream, WholeAnswer
 from launcher.front.body import read_json
 from launcher.front.errors import SERVICE_ERRORS, ApiError, on_disconnect, on_http_error, on_service_error, to_api_error
 from launcher.front.replies import ChatRenderer, CompletionRenderer, Renderer
 from launcher.front.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from launcher.metrics import RouterCollector
 from launcher.service import Service
 
 log = logging.getLogger(__name__)
 
 
 class Front:
-    """The endpoints of one service."""
+    """The endpoints of OpenAI's API for one service."""
 
     def __init__(self, service: Service, max_body_bytes: int) -> None:
         self._service = service
         self._max_body = max_body_bytes
         self._created = int(time.time())
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(RouterCollector(service.router))
 
     async def completions(self, request: Request) -> Response:
         body = parse_completion(await read_json(request, self._max_body))
@@ -71,22 +68,6 @@ class Front:
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
-    async def health(self, request: Request) -> Response:
-        """The process is up."""
-        del request
-        return JSONResponse({"status": "ok"})
-
-    async def ready(self, request: Request) -> Response:
-        """Requests would be served now."""
-        del request
-        if (reason := self._service.router.unready_reason) is not None:
-            return JSONResponse({"status": "not ready", "reason": reason}, 503)
-        return JSONResponse({"status": "ready", "ranks": self._service.router.world_size})
-
-    async def metrics(self, request: Request) -> Response:
-        del request
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
-
 
 async def on_bug(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -95,16 +76,14 @@ async def on_bug(request: Request, error: Exception) -> Response:
 
 def make_app(service: Service, max_body_bytes: int) -> Starlette:
     """The ASGI application of a service; bodies above `max_body_bytes` are refused."""
-    front = Front(service, max_body_bytes)
+    front, admin = Front(service, max_body_bytes), Admin(service.router)
     app = Starlette(
         routes=[
             Route("/v1/completions", front.completions, methods=["POST"]),
             Route("/v1/chat/completions", front.chat, methods=["POST"]),
             Route("/v1/models", front.models),
             Route("/v1/models/{name:path}", front.model),
-            Route("/health", front.health),
-            Route("/ready", front.ready),
-            Route("/metrics", front.metrics),
+            *admin.routes,
         ],
         exception_handlers={
             **dict.fromkeys(SERVICE_ERRORS, on_service_error),

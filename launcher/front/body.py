@@ -8,8 +8,11 @@ from starlette.requests import Request
 from launcher.front.errors import ApiError
 
 
-async def read_json(request: Request, limit: int) -> dict[str, Any]:
-    """Read a body of at most `limit` bytes. Raises ApiError 413 or 400, ClientDisconnect when the client leaves."""
+async def read_json(request: Request, limit: int, *, optional: bool = False) -> dict[str, Any]:
+    """Read a body of at most `limit` bytes; with `optional` no body is an empty object.
+
+    Raises ApiError 413 or 400, ClientDisconnect when the client leaves.
+    """
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise _too_large(limit)
@@ -19,6 +22,8 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
         if size > limit:
             raise _too_large(limit)
         chunks.append(chunk)
+    if optional and not size:
+        return {}
     try:
         body = json.loads(b"".join(chunks), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:

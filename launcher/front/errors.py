@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from launcher.errors import RequestError
-from launcher.ticket import GangDown, QueueFull, RequestRejected
+from launcher.ticket import GangDown, QueueFull, RankBusy, RequestRejected
 
 MAX_MESSAGE = 500  # characters of a message; parts of it come from the client
 
@@ -53,13 +53,15 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(400, f"the model cannot run this request: {error}", code="request_rejected")
         case QueueFull():
             return ApiError(429, f"the server is busy: {error}; try again later", code="queue_full")
+        case RankBusy():
+            return ApiError(503, f"{error}; try again later", code="rank_busy")
         case GangDown():
             return ApiError(503, f"the model is not available: {error}", code="not_available")
         case _:
             return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
 
-SERVICE_ERRORS = (ApiError, RequestError, RequestRejected, QueueFull, GangDown)
+SERVICE_ERRORS = (ApiError, RequestError, RequestRejected, QueueFull, RankBusy, GangDown)
 
 
 async def on_service_error(request: Request, error: Exception) -> Response:

@@ -10,6 +10,7 @@ from launcher.front.neutral import CHAT, COMPLETIONS, MESSAGE, drop_neutral
 from launcher.service import Params
 
 MAX_STOPS = 4  # as OpenAI
+MAX_SALT = 512  # characters of a cache_salt
 COMPLETION_TOKENS = 16  # max_tokens of a completion that names none, as OpenAI
 
 Prompt = list[str] | list[list[int]]
@@ -91,6 +92,8 @@ class SamplingFields(_Strict):
     stop: Annotated[list[str], BeforeValidator(_stops)] | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=64)
     ignore_eos: bool | None = None
+    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
+    cache_salt: Annotated[str, AfterValidator(_character_text)] | None = Field(None, min_length=1, max_length=MAX_SALT)
 
     def params(self) -> Params:
         return Params(
@@ -102,6 +105,8 @@ class SamplingFields(_Strict):
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
         )
 
 
@@ -159,6 +164,12 @@ class ChatRequest(_GenerationRequest):
     def params(self) -> Params:
         params = super().params()
         return replace(params, max_tokens=self.max_completion_tokens or params.max_tokens)
+
+
+class PauseRequest(_Strict):
+    """Body of POST /pause."""
+
+    mode: Literal["new", "all"] = "all"
 
 
 R = TypeVar("R", bound=BaseModel)

@@ -1,5 +1,6 @@
 """Greedy tokens of the runner against `transformers`, token for token, on one, two and three ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 from dp_engine.config import EngineConfig
+from dp_engine.model_config import ModelConfigError
 from dp_engine.runner import ModelRunner
 from ep.dispatch import CPU, make_dispatcher
 from ep.placement import ExpertPlacement
-from tests.by_hand import lay_out, run_sequences, steps_needed
+from tests.by_hand import HandSequence, lay_out, make_batch, run_sequences, settle, steps_needed
 from tests.checkpoints import write_mixtral
 from tests.multirank.gang import run_gang
 
@@ -38,18 +40,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: dict[str, Path], prompts: list[list[int]]) -> dict[str, list[list[int]]]:
+    return {kind: greedy_text(directory, prompts) for kind, directory in checkpoints.items()}
+
+
+def greedy_text(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers' own greedy generation gives, one prompt at a time, ends of sequence not obeyed."""
     from transformers import MixtralForCausalLM
 
-    answers = {}
-    for kind, directory in checkpoints.items():
-        model = MixtralForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        model.generation_config.eos_token_id = None
-        answers[kind] = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            settings = {"max_new_tokens": MAX_NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-            answers[kind].append(model.generate(ids, **settings)[0, len(prompt) :].tolist())
+    model = MixtralForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        settings = {"max_new_tokens": MAX_NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        answers.append(model.generate(ids, **settings)[0, len(prompt) :].tolist())
     return answers
 
 
@@ -101,6 +105,96 @@ def test_ranks(
     for kind, answers in expected.items():
         for rank in range(workers):
             assert results[rank][0][kind] == answers[rank::workers], (kind, rank)
+
+
+class Guess:
+    """Drafts of `width` tokens: the known answers, but every fourth token of a text is guessed wrong."""
+
+    def __init__(self, prompts: list[list[int]], answers: list[list[int]], width: int):
+        self.width = width
+        self.answers = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
+
+    def __call__(self, sequence: HandSequence) -> list[int]:
+        done, answer = len(sequence.output), self.answers[tuple(sequence.prompt)]
+        known = enumerate(answer[done : done + self.width], len(sequence.tokens))
+        return [(token + (at % 4 == 0)) % 320 for at, token in known]
+
+
+def verify(
+    rank: int, group: Any, directory: Path, shares: list[list[list[int]]], answers: list[list[list[int]]]
+) -> tuple[list[list[int]], int, int, int]:
+    """Rank r guesses r + 2 tokens at a time. All ranks run as many forwards as are needed without drafts."""
+    steps = max(steps_needed(share, MAX_NEW, CHUNK) for share in shares)
+    runner = load(directory, rank, len(shares), group)
+    sequences = lay_out(shares[rank], MAX_NEW, BLOCK)
+    guess = Guess(shares[rank], answers[rank], rank + 2)
+    run_sequences(runner, sequences, CHUNK, BLOCK, steps, guess)
+    right, wrong = (sum(getattr(one, name) for one in sequences) for name in ("accepted", "rejected"))
+    return [sequence.output for sequence in sequences], right, wrong, runner.num_collectives
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_drafts_do_not_change_the_text(
+    checkpoints: dict[str, Path], prompts: list[list[int]], expected: dict[str, list[list[int]]], world_size: int
+) -> None:
+    shares, answers = ([texts[rank::world_size] for rank in range(world_size)] for texts in (prompts, expected["gqa"]))
+    arguments = checkpoints["gqa"], shares, answers
+    results = [verify(0, None, *arguments)] if world_size == 1 else run_gang(verify, world_size, *arguments)
+    assert len({collectives for *_, collectives in results}) == 1
+    for (outputs, right, wrong, _), answer in zip(results, answers, strict=True):
+        assert outputs == answer
+        assert right >= 3 * len(outputs)
+        assert wrong >= len(outputs)
+
+
+def test_drafts_do_not_change_sampled_text(checkpoints: dict[str, Path], prompts: list[list[int]]) -> None:
+    def run(**arguments: Any) -> list[HandSequence]:
+        runner = load(checkpoints["gqa"], 0, 1, None)
+        sequences = lay_out(prompts, MAX_NEW, BLOCK, temperature=0.9, top_p=0.95, seed=11)
+        run_sequences(runner, sequences, CHUNK, BLOCK, steps_needed(prompts, MAX_NEW, CHUNK), **arguments)
+        return sequences
+
+    answers = [sequence.output for sequence in run()]
+    with_drafts = run(guess=Guess(prompts, answers, 3))
+    assert [sequence.output for sequence in with_drafts] == answers
+    assert sum(sequence.accepted for sequence in with_drafts) >= 3 * len(prompts)
+
+
+def test_fork_copies_the_half_filled_block(
+    checkpoints: dict[str, Path], prompts: list[list[int]], expected: dict[str, list[list[int]]]
+) -> None:
+    """Both share the full blocks of a prompt of 23 tokens and go on in their own copies of the last one, the copy made
+    in the very step in which both write to theirs."""
+    prompt, answer = prompts[4], expected["gqa"][4]
+    full = len(prompt) // BLOCK
+    branched = [*prompt, (answer[0] + 1) % 320]
+    runner = load(checkpoints["gqa"], 0, 1, None)
+    parent, fork = lay_out([prompt, branched], MAX_NEW, BLOCK)
+    run_prompt = [(parent, len(prompt))]
+    settle(run_prompt, runner.run(make_batch(run_prompt, BLOCK)))
+    fork.blocks[:full] = parent.blocks[:full]
+    fork.computed = len(prompt)
+    both = [(parent, 1), (fork, 1)]
+    settle(both, runner.run(make_batch(both, BLOCK, copies=[(parent.blocks[full], fork.blocks[full])])))
+    run_sequences(runner, [parent, fork], 1, BLOCK, MAX_NEW - 1)
+    assert [parent.output, fork.output] == [answer, *greedy_text(checkpoints["gqa"], [branched])]
+
+
+def test_placeholder_step_copies_blocks(checkpoints: dict[str, Path], prompts: list[list[int]]) -> None:
+    runner = load(checkpoints["gqa"], 0, 1, None)
+    run_sequences(runner, lay_out(prompts[:1], 1, BLOCK), CHUNK, BLOCK, 1)
+    assert runner.run(make_batch([], BLOCK, copies=[(1, 5)])).tolist() == []
+    for layer in runner._cache.layers:
+        assert layer[1].any()
+        assert torch.equal(layer[1], layer[5])
+
+
+def test_state_is_refused(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(ModelConfigError, match=r"num_state_slots is 8, but mixtral keeps no state per sequence"):
+        load(checkpoints["gqa"], 0, 1, None, num_state_slots=8)
+    batch = replace(make_batch([], BLOCK), state_copies=np.array([[1, 2]]))
+    with pytest.raises(ValueError, match="mixtral keeps no state per sequence"):
+        load(checkpoints["gqa"], 0, 1, None).run(batch)
 
 
 def test_sampled_tokens_repeat_whatever_runs_beside(checkpoints: dict[str, Path], prompts: list[list[int]]) -> None:

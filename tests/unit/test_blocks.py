@@ -18,11 +18,11 @@ def test_admission() -> None:
     ]  # fmt: skip
 
 
-def test_freed_blocks_go_to_the_tail() -> None:
+def test_freed_blocks_go_to_the_tail_last_block_first() -> None:
     pool = BlockPool(6)
     first = pool.allocate(2)
     pool.free(first)
-    assert pool.allocate(5).tolist() == [3, 4, 5, 1, 2]
+    assert pool.allocate(5).tolist() == [3, 4, 5, 2, 1]
 
 
 def test_pinned_blocks_outlive_their_first_owner() -> None:

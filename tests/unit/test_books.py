@@ -34,6 +34,16 @@ def test_choice_minimises_resulting_maximum(loads: list[Load], prefill: int, dec
     assert gang(chosen) == min(gang(rank) for rank in range(len(loads)))
 
 
+def test_choices_of_a_prompt_count_together() -> None:
+    """One more sequence may wait for the longer prefill's rank; three would make the busier rank decode too long."""
+    books = Books(2)
+    books.charge(1, 0, 50, 100)
+    books.charge(2, 1, 0, 120)
+    assert books.choose(60, 10) == 1
+    assert books.choose(60, 10, 3) == 0
+    assert books.choose(60, 100_000, 3) == books.choose(60, EXPECTED_TOKENS, 3)
+
+
 def test_burst_spreads_evenly() -> None:
     books = Books(4)
     for request_id in range(40):

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from dp_engine.config import EngineConfig
 from kernels.native import cache_dir
 from launcher.config import ConfigError, DeploymentConfig, load_config
+from vote.config import VoteConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,6 +77,8 @@ def test_set_values_are_yaml(override: str, value: Any) -> None:
         ("engine:\n", [], {}, "'engine'"),
         ("server: {port: 70000}\n", [], {}, "'server.port'"),
         ("engine: {preemption: never}\n", [], {}, "'engine.preemption'"),
+        ("engine: {preset: deepinfer}\nvote: 5\n", [], {}, "'vote'"),
+        ("engine: {preset: [deepinfer]}\n", [], {}, "'engine.preset'"),
         ("- a\n- b\n", [], {}, "mapping"),
         ("just text\n", [], {}, "mapping"),
         ("dp: [1\n", [], {}, "YAML"),
@@ -94,6 +99,57 @@ def test_every_error_is_one_line_that_names_the_setting(
         load_config(written(tmp_path, text), overrides, **flags)
     assert wanted in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "wanted"),
+    [
+        ("engine: {draft_ngram_min: 5}\n", [], "setting 'engine': draft_ngram_min is above draft_ngram_max"),
+        ("", ["engine.policy=unified", "engine.role=prefill"], "setting 'engine': role prefill or decode needs"),
+        ("engine: {role: prefill}\n", [], "engine.role prefill cannot be served"),
+        ("", ["engine.role=decode"], "engine.role decode cannot be served"),
+        ("", ["engine.preset=deepinfer", "engine.role=decode"], "engine.role decode cannot be served"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named_without_what_was_given(
+    tmp_path: Path, text: str, overrides: list[str], wanted: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, text), overrides)
+    assert str(caught.value).startswith(wanted)
+    assert "Value error" not in str(caught.value) and "{" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "vote"),
+    [
+        ("", ["engine.preset=deepinfer"], ("cadence", False)),
+        ("engine: {preset: deepinfer}\n", [], ("cadence", False)),
+        ("engine: {preset: deepinfer}\nvote: {all_interval: 7}\n", [], ("cadence", False)),
+        ("engine: {preset: deepinfer}\n", ["vote.decision=adaptive"], ("adaptive", False)),
+        ("vote: {fast_path: true}\n", ["engine.preset=deepinfer"], ("cadence", True)),
+        ("engine: {preset: vllm}\n", [], ("adaptive", True)),
+        ("engine: {preset: null}\n", [], ("adaptive", True)),
+        ("", [], ("adaptive", True)),
+    ],
+)
+def test_preset_deepinfer_brings_its_vote(
+    tmp_path: Path, text: str, overrides: list[str], vote: tuple[str, bool]
+) -> None:
+    config = load_config(written(tmp_path, text), overrides)
+    assert (config.vote.decision, config.vote.fast_path) == vote
+
+
+def test_preset_deepinfer_brings_its_vote_in_python_too() -> None:
+    assert DeploymentConfig(engine=EngineConfig(preset="deepinfer")).vote.decision == "cadence"
+    given = VoteConfig(any_interval=5)
+    assert DeploymentConfig(engine=EngineConfig(preset="deepinfer"), vote=given).vote == given
+
+
+@pytest.mark.parametrize("preset", ["deepinfer", "vllm"])
+def test_a_printed_configuration_reads_back_as_itself(tmp_path: Path, preset: str) -> None:
+    config = load_config(None, [f"engine.preset={preset}", "vote.fast_path=true"])
+    assert load_config(written(tmp_path, yaml.safe_dump(config.model_dump(mode="json")))) == config
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "."])

@@ -1,7 +1,6 @@
-"""The front on a real socket: errors, clients that leave, gangs that fail, the operator's endpoints."""
+"""The front on a real socket: errors, clients that leave, gangs that fail."""
 
 import json
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from dp_engine.messages import Add
 from launcher.books import Load
@@ -91,6 +89,17 @@ BAD_REQUESTS = [
     (completion(seed=2**64), 400, "seed"),
     (completion(stream="yes"), 400, "stream"),
     (completion(ignore_eos=1), 400, "ignore_eos"),
+    (completion(priority="high"), 400, "priority"),
+    (completion(priority=1.0), 400, "priority"),
+    (completion(priority=True), 400, "priority"),
+    (completion(priority=2**31), 400, "priority"),
+    (chat(priority=-(2**31) - 1), 400, "priority"),
+    # salts
+    (completion(cache_salt=5), 400, "cache_salt"),
+    (completion(cache_salt=["a"]), 400, "cache_salt"),
+    (completion(cache_salt="a" * 513), 400, "cache_salt"),
+    (completion(cache_salt="\ud800"), 400, "cache_salt"),
+    (chat(cache_salt=""), 400, "cache_salt"),
     # stops
     (completion(stop=""), 400, "stop"),
     (completion(stop=["a", ""]), 400, "stop"),
@@ -344,31 +353,3 @@ def test_open_streams_end_when_the_server_stops() -> None:
             events = [line for line in lines if line]
         assert "shutting down" in events[-1]
         assert time.monotonic() - begin < 3
-
-
-# ---- the operator's endpoints
-
-
-def test_metrics(client: httpx.Client, server: FrontServer) -> None:
-    before = [list(server.router.started), sum(counter["length"] for counter in server.router.finished)]
-    for _ in range(4):
-        assert post(client, completion(max_tokens=3)).status_code == 200
-    text = client.get("/metrics").text
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    started = {s.labels["rank"]: s.value for s in families["phalanx_requests_started"].samples}
-    assert started == {str(rank): count for rank, count in enumerate(server.router.started)}
-    assert sum(started.values()) == sum(before[0]) + 4
-    finished = families["phalanx_requests_finished"].samples
-    assert sum(s.value for s in finished if s.labels["reason"] == "length") == before[1] + 4
-    steps = {(s.labels["rank"], s.labels["type"]) for s in families["phalanx_steps"].samples}
-    assert steps == {(rank, kind) for rank in "01" for kind in ("prefill", "decode")}
-    ballots = [s for s in families["phalanx_ballot_seconds"].samples if s.labels["rank"] == "0"]
-    buckets = [s for s in ballots if s.name.endswith("_bucket")]
-    assert buckets[-1].labels["le"] == "+Inf"
-    assert [s.value for s in buckets] == sorted(s.value for s in buckets)
-    count = next(s for s in ballots if s.name.endswith("_count"))
-    assert buckets[-1].value == count.value > 0
-    for name, family in families.items():
-        assert re.fullmatch(r"phalanx_[a-z_]+", name)
-        assert family.documentation.endswith(".")
-        assert family.samples

@@ -42,7 +42,7 @@ def test_answers_come_in_order(tmp_path: Path) -> None:
         "",
         {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "seed": 3},
         {"prompt_token_ids": [5, 6, 7]},
-        {"prompt": "stop here and no further", "stop": " and"},
+        {"prompt": "stop here and no further", "stop": " and", "priority": 4, "cache_salt": "me"},
     ]
     with FrontServer(reply=echo) as server:
         answers, failed = generate(server, write(tmp_path / "in.jsonl", *lines))
@@ -60,6 +60,8 @@ def test_answers_come_in_order(tmp_path: Path) -> None:
         assert failed == 1
         sampling = {len(add.prompt): add.sampling for rank in server.ranks for add in rank.adds}
         assert sampling[2].max_tokens == DEFAULT_MAX_TOKENS
+        extras = [(add.priority, add.cache_salt) for rank in server.ranks for add in rank.adds]
+        assert sorted(extras) == [*[(0, "")] * 4, (4, "me")]
         assert server.router.inflight == 0
 
 
@@ -87,6 +89,8 @@ def test_empty_file_is_no_error(tmp_path: Path) -> None:
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "exactly one of"),
         ({"prompt": "a", "temprature": 1}, "unknown parameter `temprature`"),
         ({"prompt": "a", "max_tokens": 0}, "`max_tokens`"),
+        ({"prompt": "a", "cache_salt": ""}, "`cache_salt`"),
+        ({"prompt": "a", "priority": "high"}, "`priority`"),
         ({"prompt": 5}, "`prompt`"),
         ('{"prompt": "\xff"', "not JSON"),
     ],

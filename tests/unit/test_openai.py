@@ -132,6 +132,23 @@ def test_several_choices_have_seeds_of_their_own(client: openai.OpenAI, server: 
     assert len(set(seeds[3:])) == 3
 
 
+def test_choices_of_a_prompt_are_forks_at_one_rank(client: openai.OpenAI, server: FrontServer) -> None:
+    """Two prompts, two ranks: the books spread prompts, never the choices of one."""
+    before = {add.request_id for rank in server.ranks for add in rank.adds}
+    extra = {"cache_salt": "s", "priority": 5}
+    reply = client.completions.create(model=MODEL, prompt=["x y z", "w"], n=3, max_tokens=100, extra_body=extra)
+    assert [choice.text for choice in reply.choices] == [ANSWER] * 6
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len(ids("x y z")) + len(ids("w"))
+    groups = [[add for add in rank.adds if add.request_id not in before] for rank in server.ranks]
+    for first, *forks in groups:
+        assert first.parent == 0
+        assert [(add.parent, add.prompt) for add in forks] == [(first.request_id, first.prompt)] * 2
+        assert {(add.cache_salt, add.priority) for add in (first, *forks)} == {("s", 5)}
+    assert sorted(group[0].prompt for group in groups) == sorted([ids("x y z"), ids("w")])
+    assert [(load.prefill, load.decode) for load in server.router.books.loads] == [(0, 0)] * 2
+
+
 def test_choices_of_a_stream_are_whole(client: openai.OpenAI) -> None:
     texts: dict[int, str] = {}
     ends: dict[int, str] = {}
@@ -157,11 +174,13 @@ def test_stop_string_cuts_and_frees_the_rank(client: openai.OpenAI, server: Fron
 
 
 def test_extensions_reach_the_rank(client: openai.OpenAI, server: FrontServer) -> None:
-    extra = {"top_k": 7, "ignore_eos": True, "stop_token_ids": [9, 10]}
+    extra = {"top_k": 7, "ignore_eos": True, "stop_token_ids": [9, 10], "priority": -3, "cache_salt": "tenant 7 🙂"}
     client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0.7, top_p=0.8, seed=-1, max_completion_tokens=5, extra_body=extra
     )
-    sampling = last_add(server).sampling
+    add = last_add(server)
+    sampling = add.sampling
+    assert (add.priority, add.cache_salt) == (-3, "tenant 7 🙂")
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.8, 7)
     assert (sampling.ignore_eos, sampling.stop_token_ids, sampling.max_tokens) == (True, (9, 10), 5)
     assert sampling.seed == (1 << 64) - 1

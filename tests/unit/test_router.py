@@ -1,57 +1,14 @@
+"""The router's requests: to a rank and back."""
+
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import ExitStack, asynccontextmanager, suppress
-from typing import Any
 
 import pytest
-import zmq
 
-from dp_engine.link import RankKeys
-from dp_engine.messages import Abort, Hello, LogLine, Output, Sampling, decode_to_rank, encode
+from dp_engine.messages import Abort, Add, Output, Sampling, Wake, encode
 from launcher.books import Load
-from launcher.keys import LaunchKeys
-from launcher.link import Congested
-from launcher.router import GangDown, QueueFull, RequestRejected, Router
-from tests.fake_rank import FakeRank
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 30))
-
-
-@asynccontextmanager
-async def gang(world_size: int, *, ready: bool = True, max_inflight: int = 64, **options: Any) -> AsyncIterator[Any]:
-    """A started router and its fake ranks."""
-    keys = LaunchKeys.generate()
-    router = Router(world_size, keys, epoch=1, max_inflight=max_inflight, on_log=options.pop("on_log", None))
-    await router.start()
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(FakeRank(router.endpoint, keys.for_rank(), rank, world_size, **options))
-            for rank in range(world_size)
-        ]
-        try:
-            if ready:
-                await router.wait_ready(10)
-            yield router, ranks, keys
-        finally:
-            await router.close()
-
-
-async def collect(ticket: Any) -> tuple[list[int], str | None]:
-    tokens: list[int] = []
-    reason = None
-    async for delta in ticket:
-        tokens += delta.tokens
-        reason = delta.finish_reason
-    return tokens, reason
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
+from launcher.router import QueueFull, RequestRejected
+from tests.fake_gang import StubGang, collect, gang, run, until
 
 
 def test_tokens_reach_their_request_and_books_return_to_zero() -> None:
@@ -143,134 +100,6 @@ def test_rejected_request_raises_with_the_reason() -> None:
     run(test)
 
 
-def test_goodbye_with_error_ends_every_request() -> None:
-    async def test() -> None:
-        async with gang(2) as (router, ranks, _):
-            tickets = [router.submit([1], Sampling(max_tokens=500)) for _ in range(8)]
-            await anext(tickets[0])
-            ranks[1].die("out of memory")
-            results = await asyncio.gather(*map(collect, tickets), return_exceptions=True)
-            assert all(isinstance(result, GangDown) and "out of memory" in str(result) for result in results)
-            with pytest.raises(GangDown, match="rank 1 failed: out of memory"):
-                router.submit([1], Sampling(max_tokens=1))
-            assert not router.ready
-            assert router.books.loads == [Load(0, 0)] * 2
-
-    run(test)
-
-
-def test_monitor_can_fail_the_gang_and_the_first_reason_stays() -> None:
-    async def test() -> None:
-        async with gang(1) as (router, _, _keys):
-            ticket = router.submit([1], Sampling(max_tokens=500))
-            router.fail("rank 0 died (signal 9)")
-            router.fail("something later")
-            with pytest.raises(GangDown, match="signal 9"):
-                await collect(ticket)
-            assert router.unready_reason == "rank 0 died (signal 9)"
-
-    run(test)
-
-
-def test_vanished_rank_is_noticed_at_the_next_message() -> None:
-    async def test() -> None:
-        async with gang(1) as (router, ranks, _):
-            ranks[0].__exit__()
-
-            def submits() -> bool:
-                try:
-                    router.submit([1], Sampling(max_tokens=1))
-                except GangDown:
-                    return True
-                return False
-
-            await until(submits)
-            assert router.unready_reason == "rank 0 is not connected any more"
-            assert router.inflight == 0
-
-    run(test)
-
-
-def test_wait_ready_names_absent_ranks() -> None:
-    async def test() -> None:
-        keys = LaunchKeys.generate()
-        router = Router(3, keys, epoch=1)
-        await router.start()
-        try:
-            with FakeRank(router.endpoint, keys.for_rank(), 1, 3) as rank:
-                with pytest.raises(TimeoutError, match=r"no word from ranks 0, 2 within 0\.3 s"):
-                    await router.wait_ready(0.3)
-                assert rank.welcomed.is_set()
-                with pytest.raises(GangDown, match="waiting for ranks 0, 2"):
-                    router.submit([1], Sampling(max_tokens=1))
-                assert rank.adds == []
-        finally:
-            await router.close()
-
-    run(test)
-
-
-def test_rank_that_fails_while_loading_ends_the_wait() -> None:
-    async def test() -> None:
-        keys = LaunchKeys.generate()
-        router = Router(2, keys, epoch=1)
-        await router.start()
-        try:
-            with FakeRank(router.endpoint, keys.for_rank(), 0, 2, hello={"launch_id": "x"}) as rank:
-                rank.die("cannot read model.safetensors")
-                with pytest.raises(GangDown, match=r"rank 0 failed: cannot read model\.safetensors"):
-                    await router.wait_ready(10)
-        finally:
-            await router.close()
-
-    run(test)
-
-
-@pytest.mark.parametrize(
-    ("hello", "fault"),
-    [
-        ({"protocol": 99}, "protocol 99"),
-        ({"launch_id": "another"}, "launch another"),
-        ({"epoch": 7}, "epoch 7"),
-        ({"world_size": 5}, "world size 5"),
-        ({"rank": 1}, "rank 1 of 1"),
-        ({"rank": -1}, "rank -1 of 1"),
-    ],
-)
-def test_wrong_hello_is_refused(hello: dict[str, Any], fault: str) -> None:
-    async def test() -> None:
-        async with gang(1, ready=False, hello=hello) as (router, ranks, _):
-            with pytest.raises(TimeoutError, match=fault):
-                await router.wait_ready(0.3)
-            assert router.bad_messages == 1
-            assert not ranks[0].welcomed.is_set()
-
-    run(test)
-
-
-def test_second_hello_of_a_rank_is_refused() -> None:
-    async def test() -> None:
-        async with gang(1) as (router, ranks, keys):
-            with FakeRank(router.endpoint, keys.for_rank(), 0, 1) as twin:
-                await until(lambda: router.bad_messages == 1)
-                assert await collect(router.submit([1], Sampling(max_tokens=1))) == ([3], "length")
-                assert len(ranks[0].adds) == 1
-                assert twin.adds == []
-
-    run(test)
-
-
-@pytest.mark.parametrize("payload", [b"", b"\xff\x00junk", b"\x91" * 5000, encode(Output(1, [1, 2], [3], []))])
-def test_bad_messages_are_counted_and_dropped(payload: bytes) -> None:
-    async def test() -> None:
-        async with gang(1) as (router, ranks, _):
-            ranks[0].send_raw(payload)
-            await until(lambda: router.bad_messages == 1)
-            assert await collect(router.submit([1], Sampling(max_tokens=1))) == ([3], "length")
-
-    run(test)
-
-
 def test_tokens_of_another_ranks_request_are_dropped() -> None:
     async def test() -> None:
         async with gang(2) as (router, ranks, _):
@@ -288,104 +117,6 @@ def test_tokens_of_another_ranks_request_are_dropped() -> None:
     run(test)
 
 
-def connect(endpoint: str, keys: RankKeys | None) -> tuple[Any, Any]:
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    if keys is not None:
-        socket.curve_serverkey = keys.server_public.encode()
-        socket.curve_publickey = keys.client_public.encode()
-        socket.curve_secretkey = keys.client_secret.encode()
-    socket.connect(endpoint)
-    return context, socket
-
-
-@pytest.mark.parametrize("kind", ["no encryption", "foreign client key"])
-def test_strangers_are_not_heard(kind: str) -> None:
-    async def test() -> None:
-        keys, foreign = LaunchKeys.generate(), LaunchKeys.generate()
-        router = Router(1, keys, epoch=1)
-        await router.start()
-        stranger = RankKeys(keys.launch_id, keys.server_public, foreign.client_public, foreign.client_secret)
-        context, socket = connect(router.endpoint, None if kind == "no encryption" else stranger)
-        with suppress(zmq.Again):  # not connected: nothing can be sent at all
-            socket.send(encode(Hello(1, keys.launch_id, 1, 0, 1, 1, 1, 1)), flags=zmq.NOBLOCK)
-        try:
-            with pytest.raises(TimeoutError, match="no word from rank 0"):
-                await router.wait_ready(0.5)
-            assert router.bad_messages == 0
-        finally:
-            socket.close()
-            context.term()
-            await router.close()
-
-    run(test)
-
-
-def test_log_lines_carry_the_rank() -> None:
-    async def test() -> None:
-        lines: list[tuple[int, int, str]] = []
-        async with gang(2, on_log=lambda *line: lines.append(line)) as (_, ranks, _keys):
-            ranks[1].log("loaded")
-            await until(lambda: lines == [(1, 20, "loaded")])
-
-    run(test)
-
-
-def test_log_lines_of_a_loading_rank_are_heard_but_no_rank_speaks_for_another() -> None:
-    keys = LaunchKeys.generate()
-    lines: list[tuple[int, int, str]] = []
-    router = Router(2, keys, epoch=1, on_log=lambda *line: lines.append(line))
-    router._link = StubLink()  # type: ignore[assignment]
-    router._on_message(b"r1", encode(LogLine(1, 20, "loading")))
-    router._on_message(b"r0", encode(Hello(1, keys.launch_id, 1, 0, 2, 1, 1, 1)))
-    router._on_message(b"r0", encode(LogLine(1, 20, "false")))
-    router._on_message(b"r9", encode(LogLine(9, 20, "nobody")))
-    assert lines == [(1, 20, "loading")]
-    assert router.bad_messages == 2
-
-
-def test_error_in_a_handler_costs_one_message_only() -> None:
-    async def test() -> None:
-        def on_log(*_: object) -> None:
-            raise RuntimeError("terminal is gone")
-
-        async with gang(1, on_log=on_log) as (router, ranks, _):
-            ranks[0].log("x")
-            assert await collect(router.submit([1], Sampling(max_tokens=2))) == ([3, 4], "length")
-
-    run(test)
-
-
-def test_shutdown_collects_goodbyes_and_ends_requests() -> None:
-    async def test() -> None:
-        async with gang(2) as (router, _, _keys):
-            ticket = router.submit([1], Sampling(max_tokens=500))
-            assert await router.shutdown(5) == []
-            with pytest.raises(GangDown, match="shutting down"):
-                await collect(ticket)
-
-    run(test)
-
-
-def test_shutdown_names_silent_ranks() -> None:
-    async def test() -> None:
-        async with gang(2) as (router, ranks, _):
-            ranks[1].__exit__()
-            begin = time.monotonic()
-            assert await router.shutdown(0.5) == [1]
-            assert time.monotonic() - begin < 2
-
-    run(test)
-
-
-def test_keys_do_not_show_secrets() -> None:
-    keys = LaunchKeys.generate()
-    assert keys.server_secret not in repr(keys)
-    assert keys.client_secret not in repr(keys.for_rank())
-    assert keys.server_secret not in vars(keys.for_rank()).values()
-
-
 def test_runs_on_uvloop() -> None:
     uvloop = pytest.importorskip("uvloop")
 
@@ -400,35 +131,104 @@ def test_runs_on_uvloop() -> None:
         runner.run(asyncio.wait_for(test(), 30))
 
 
-class StubLink:
-    """A link whose queue to every rank can be full."""
-
-    def __init__(self) -> None:
-        self.full = False
-        self.sent: list[tuple[bytes, Any]] = []
-
-    def send(self, identity: bytes, payload: bytes) -> None:
-        if self.full:
-            raise Congested
-        self.sent.append((identity, decode_to_rank(payload)))
-
-
 def test_full_queue_refuses_requests_and_delays_aborts() -> None:
     """A rank that does not read: nothing is charged for a refused request, and an abort reaches it in the end."""
-    keys = LaunchKeys.generate()
-    router = Router(1, keys, epoch=1)
-    router._link = link = StubLink()  # type: ignore[assignment]
-    router._on_message(b"r0", encode(Hello(1, keys.launch_id, 1, 0, 1, 1, 1, 1)))
+    stub = StubGang(1)
+    router = stub.router
     ticket = router.submit([1, 2], Sampling(max_tokens=3))
-    link.full = True
+    stub.full = {0}
     with pytest.raises(QueueFull, match="rank 0"):
         router.submit([1], Sampling(max_tokens=1))
     assert (router.wake, router.inflight, router.books.loads) == (1, 1, [Load(2, 3)])
     router.abort(ticket)
     assert (router.inflight, router.books.loads) == (0, [Load(0, 0)])
-    router._on_message(b"r0", encode(Output(1, [], [], [])))
-    assert [type(message).__name__ for _, message in link.sent] == ["Welcome", "Add"]
-    link.full = False
-    router._on_message(b"r0", encode(Output(2, [], [], [])))
-    router._on_message(b"r0", encode(Output(3, [], [], [])))
-    assert [message for _, message in link.sent[2:]] == [Abort([ticket.request_id])]
+    stub.sign(0)
+    assert [type(message) for _, message in stub.take()] == [Add]
+    stub.full.clear()
+    stub.sign(0)
+    stub.sign(0)
+    assert stub.take() == [(0, Abort([ticket.request_id])), (0, Wake(2))]
+
+
+def test_an_abort_wakes_all_ranks() -> None:
+    """Its rank may be asleep, and once awake it waits in the vote for all others."""
+    stub = StubGang(3)
+    ticket = stub.router.submit([1], Sampling(max_tokens=3))
+    stub.take()
+    stub.router.abort(ticket)
+    others = [(rank, Wake(2)) for rank in range(3)]
+    assert sorted(stub.take(), key=str) == sorted([(ticket.rank, Abort([ticket.request_id])), *others], key=str)
+
+
+def test_a_rank_that_missed_a_wake_hears_of_it_at_its_next_sign() -> None:
+    stub = StubGang(2)
+    stub.full = {1}
+    ticket = stub.router.submit([1], Sampling(max_tokens=3))
+    assert ticket.rank == 0
+    assert [rank for rank, _ in stub.take()] == [0]
+    stub.full.clear()
+    stub.sign(1)
+    stub.sign(1)
+    assert stub.take() == [(1, Wake(1))]
+
+
+def test_several_tokens_of_a_step_arrive_in_order() -> None:
+    """As accepted drafts do."""
+
+    async def test() -> None:
+        async with gang(2, burst=4) as (router, ranks, _):
+            tickets = [router.submit([1], Sampling(max_tokens=n)) for n in (1, 4, 9, 30)]
+            for n, result in zip((1, 4, 9, 30), await asyncio.gather(*map(collect, tickets)), strict=True):
+                assert result == ([3 + i for i in range(n)], "length")
+            assert sum(rank.report().accepted_draft_tokens for rank in ranks) > 20
+            assert router.books.loads == [Load(0, 0)] * 2
+
+    run(test)
+
+
+# ---- several choices for one prompt
+
+
+def test_choices_of_a_prompt_share_a_rank_and_its_prompt() -> None:
+    stub = StubGang(3)
+    router, sampling = stub.router, Sampling(max_tokens=10)
+    first = router.submit([1] * 7, sampling, choices=3)
+    forks = [router.submit([1] * 7, sampling, choices=3, parent=first) for _ in range(2)]
+    adds = [(rank, message) for rank, message in stub.take() if isinstance(message, Add)]
+    assert {rank for rank, _ in adds} == {first.rank}
+    assert [(add.parent, add.prompt) for _, add in adds] == [(parent, [1] * 7) for parent in (0, 1, 1)]
+    assert [add.wake for _, add in adds] == [1, 2, 3]
+    assert router.books.loads[first.rank] == Load(7, 30)
+    stub.say(first.rank, Output(1, [1, 2, 2, 3], [5, 5, 6, 5], [(3, "stop")]))
+    assert router.books.loads[first.rank] == Load(0, 17)
+    router.abort(first)
+    router.abort(forks[0])
+    assert router.books.loads == [Load(0, 0)] * 3
+
+
+@pytest.mark.parametrize(("choices", "rank"), [(1, 1), (3, 0)])
+def test_the_rank_is_chosen_for_all_choices(choices: int, rank: int) -> None:
+    router = StubGang(2).router
+    router.submit([1] * 50, Sampling(max_tokens=100))
+    router.submit([1], Sampling(max_tokens=120))
+    assert router.books.loads == [Load(50, 100), Load(1, 120)]
+    assert router.submit([1] * 60, Sampling(max_tokens=10), choices=choices).rank == rank
+
+
+def test_forks_go_on_when_one_of_them_is_aborted() -> None:
+    async def test() -> None:
+        async with gang(3) as (router, ranks, _):
+            sampling = Sampling(max_tokens=400)
+            first = router.submit([1] * 7, sampling, choices=3)
+            forks = [router.submit([1] * 7, sampling, choices=3, parent=first) for _ in range(2)]
+            await anext(first)
+            router.abort(first)
+            assert (await collect(first))[1] == "abort"
+            for tokens, reason in await asyncio.gather(*map(collect, forks)):
+                assert (len(tokens), reason) == (400, "length")
+            assert [add.parent for add in ranks[first.rank].adds] == [0, first.request_id, first.request_id]
+            assert sum(len(rank.adds) for rank in ranks) == 3
+            assert ranks[first.rank].aborted == [first.request_id]
+            assert router.books.loads == [Load(0, 0)] * 3
+
+    run(test)

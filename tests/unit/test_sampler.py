@@ -5,9 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from dp_engine.batch import SamplingBatch
-from dp_engine.sampler import greedy, sample, uniform
+from dp_engine.drafts import accepted
+from dp_engine.sampler import greedy, per_output, sample, uniform
 
 
 def params(
@@ -118,6 +120,67 @@ def test_rows_do_not_see_each_other(
     for token, (temperature, _, top_k, _, _), row in zip(alone, rows, logits.float(), strict=True):
         if temperature < 1e-20 or top_k == 1:
             assert row[token] == row.max()
+
+
+@pytest.mark.parametrize("counts", [[], [0, 0, 0], [2, 0, 1]])
+def test_every_output_has_the_parameters_of_its_sequence(counts: list[int]) -> None:
+    parts = [params(1, 0.1 * row, 1 - 0.1 * row, row, seed=row, position=10 * row) for row in range(1, len(counts) + 1)]
+    sampling = join(parts) if parts else params(0)
+    result = per_output(sampling, np.array(counts, np.int32))
+    owners = np.repeat(np.arange(len(counts)), np.array(counts, np.int32) + 1)
+    for name in ("temperature", "top_p", "top_k", "seed"):
+        column, wanted = getattr(result, name), getattr(sampling, name)[owners]
+        assert np.array_equal(column, wanted)
+        assert column.dtype == wanted.dtype
+    expected = [10 * row + at for row, count in enumerate(counts, 1) for at in range(count + 1)]
+    assert result.position.tolist() == expected
+    assert result.position.dtype == np.int64
+
+
+def generate(table: Tensor, start: int, drafts: list[int], draws: int) -> np.ndarray:
+    """Three tokens for each of `draws` seeds, int64 [draws, 3], from a model to which only the last token matters.
+    In the first step, all sequences carry `drafts`; rejected ones are drawn again until they have three tokens."""
+    text = np.full((draws, 4), start)
+    done = np.zeros(draws, np.int64)
+    guesses = np.array(drafts, np.int64)
+    while (open_rows := np.flatnonzero(done < 3)).size:
+        count = len(open_rows)
+        num_drafts = np.full(count, len(guesses), np.int32)
+        inputs = np.column_stack((text[open_rows, done[open_rows]], np.tile(guesses, (count, 1))))
+        parameters = SamplingBatch(
+            temperature=np.full(count, 0.8, np.float32),
+            top_p=np.full(count, 0.95, np.float32),
+            top_k=np.full(count, 4, np.int32),
+            seed=open_rows.astype(np.uint64),
+            position=done[open_rows] + 1,
+        )
+        tokens = sample(table[inputs.ravel()], per_output(parameters, num_drafts))
+        right = accepted(tokens, np.tile(guesses, count), num_drafts)
+        drawn = tokens.reshape(inputs.shape)
+        for at in range(inputs.shape[1]):
+            rows = np.flatnonzero(at <= right)
+            text[open_rows[rows], done[open_rows[rows]] + 1 + at] = drawn[rows, at]
+        done[open_rows] += right + 1
+        guesses = guesses[:0]
+    return text[:, 1:]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "chance"),  # that all of them are right
+    [([2], 0.616), ([2, 3], 0.310), ([0, 0], 0.022), ([2, 4], 0), ([3, 1], 0)],
+    ids=str,
+)
+def test_drafts_change_neither_distribution_nor_tokens(drafts: list[int], chance: float) -> None:
+    draws, vocab, start = 20_000, 5, 3
+    logits = np.random.default_rng(8).normal(size=(vocab, vocab)).astype(np.float32)
+    table = torch.from_numpy(logits)
+    tokens = generate(table, start, drafts, draws)
+    assert np.array_equal(tokens, generate(table, start, [], draws))
+    chain = np.array([reference(row.astype(np.float64), 0.8, 0.95, 4) for row in logits])
+    expected = chain[start][:, None, None] * chain[:, :, None] * chain[None, :, :]
+    assert expected[tuple(drafts)].sum() == pytest.approx(chance, abs=1e-3)
+    texts = np.ravel_multi_index(tuple(tokens.T), expected.shape)
+    assert chi_square(texts, expected.ravel()) < 103.5  # 0.1 %, 63 degrees
 
 
 def test_uniform_is_uniform_in_seeds_and_in_positions() -> None:

@@ -1,87 +1,17 @@
-"""The phased scheduler: a table per rule, and random worlds in which everything must end and nothing may leak."""
+"""The phased scheduler: a table per rule."""
 
-from collections import defaultdict
-
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dp_engine.batch import Batch
-from dp_engine.config import EngineConfig
 from dp_engine.messages import Add, Sampling
-from dp_engine.scheduler import PhasedScheduler, Refused
+from dp_engine.scheduler import Refused
+from tests.scheduler_world import EOS, World, expected
 from vote.decision import StepType
 
-EOS = 2
 
-
-class World:
-    """One rank and a fake model: token j of a sequence is a function of its whole context."""
-
-    def __init__(self, num_blocks: int = 257, max_model_len: int = 512, **config: object) -> None:
-        self.scheduler = PhasedScheduler(
-            EngineConfig(**config), num_blocks, max_model_len, eos_token_ids=[EOS]  # type: ignore[arg-type]
-        )
-        self.outputs: dict[int, list[int]] = defaultdict(list)
-        self.finished: dict[int, str] = {}
-        self.cache: dict[int, int] = {}  # slot -> token whose KV it holds
-        self.block_size = self.scheduler._config.block_size
-        self.force: dict[int, list[int]] = {}
-        self.steps: list[tuple[StepType, list[int]]] = []
-
-    def add(self, request_id: int, prompt: int | list[int], max_tokens: int = 4, **sampling: object) -> None:
-        tokens = [100 + request_id * 7 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-        self.scheduler.add(Add(1, request_id, tokens, Sampling(max_tokens, **sampling)))  # type: ignore[arg-type]
-
-    def step(self, step_type: StepType | None = None) -> Batch:
-        """One step; without a type, prefill whenever it is wanted."""
-        facts = self.scheduler.facts()
-        if step_type is None:
-            step_type = StepType.PREFILL if facts.wants_prefill else StepType.DECODE
-        if step_type is StepType.PREFILL and not self.scheduler.try_prefill():
-            step_type = StepType.DECODE
-        batch = self.scheduler.take(step_type)
-        assert facts.has_decode or step_type is StepType.PREFILL or not len(batch)
-        output = self.scheduler.settle(self.model(batch))
-        self.steps.append((step_type, batch.seqlens_q.tolist()))
-        for request_id, token in zip(output.request_ids, output.tokens, strict=True):
-            assert request_id not in self.finished
-            self.outputs[request_id].append(token)
-        self.finished.update(output.finished)
-        self.scheduler.check_integrity()
-        return batch
-
-    def model(self, batch: Batch) -> np.ndarray:
-        """Write the KV, read each sequence's context back through its block table, derive a token from it."""
-        for slot, token in zip(batch.slots.tolist(), batch.input_ids.tolist(), strict=True):
-            assert slot >= self.block_size, "the null block is written"
-            self.cache[slot] = token
-        result = []
-        for table, length in zip(batch.block_tables, batch.seqlens_k.tolist(), strict=True):
-            slots = [table[i // self.block_size] * self.block_size + i % self.block_size for i in range(length)]
-            result.append(next_token([self.cache[slot] for slot in slots]))
-        return np.array(result, np.int64)
-
-    def run(self, limit: int = 3000) -> None:
-        for _ in range(limit):
-            if not self.scheduler.num_unfinished:
-                assert self.scheduler.pool.num_used == 0
-                return
-            self.step()
-        raise AssertionError(f"{self.scheduler.num_unfinished} requests never ended")
-
-
-def next_token(context: list[int]) -> int:
-    """Never EOS."""
-    return 10 + (sum((i + 1) * token for i, token in enumerate(context)) % 83)
-
-
-def expected(prompt: list[int], count: int) -> list[int]:
-    context = list(prompt)
-    for _ in range(count):
-        context.append(next_token(context))
-    return context[len(prompt) :]
+def lengths(world: World, step_type: StepType | None = None) -> list[int]:
+    """Query lengths of one step."""
+    batch = world.step(step_type)
+    return [] if batch is None else batch.seqlens_q.tolist()
 
 
 # ---- prefill limits
@@ -90,7 +20,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
 def test_token_budget_splits_a_prompt_over_steps() -> None:
     world = World(max_num_batched_tokens=16, block_size=4)
     world.add(1, 40, max_tokens=2)
-    assert [world.step().seqlens_q.tolist() for _ in range(4)] == [[16], [16], [8], [1]]
+    assert [lengths(world) for _ in range(4)] == [[16], [16], [8], [1]]
     assert world.finished == {1: "length"}
     assert world.outputs[1] == expected([107 + i for i in range(40)], 2)
 
@@ -99,9 +29,9 @@ def test_a_chunk_ends_the_batch_and_returns_to_the_head() -> None:
     world = World(max_num_batched_tokens=16, block_size=4)
     for request_id, length in ((1, 10), (2, 20), (3, 4)):
         world.add(request_id, length)
-    assert world.step(StepType.PREFILL).seqlens_q.tolist() == [10, 6]
-    assert world.step(StepType.PREFILL).seqlens_q.tolist() == [14, 2]  # 2 is finished first; 3 gets what is left
-    assert world.step(StepType.PREFILL).seqlens_q.tolist() == [2]
+    assert lengths(world, StepType.PREFILL) == [10, 6]
+    assert lengths(world, StepType.PREFILL) == [14, 2]  # 2 is finished first; 3 gets what is left
+    assert lengths(world, StepType.PREFILL) == [2]
 
 
 @pytest.mark.parametrize(("prompt", "chunks"), [(15, [15]), (16, [16]), (17, [16, 1]), (32, [16, 16])])
@@ -117,9 +47,9 @@ def test_sequence_limit_counts_running_and_admitted() -> None:
     world = World(max_num_seqs=3)
     for request_id in range(5):
         world.add(request_id, 4)
-    assert len(world.step(StepType.PREFILL)) == 3
+    assert len(lengths(world, StepType.PREFILL)) == 3
     assert not world.scheduler.facts().wants_prefill
-    assert len(world.step(StepType.PREFILL)) == 3  # nothing admissible: becomes a decode step
+    assert len(lengths(world, StepType.PREFILL)) == 3  # nothing admissible: becomes a decode step
 
 
 def test_head_of_line_blocks_later_requests() -> None:
@@ -193,7 +123,7 @@ def test_max_tokens_that_end_exactly_at_the_model_length() -> None:
 def stop_world(**sampling: object) -> World:
     world = World()
     world.add(1, 4, max_tokens=6, **sampling)
-    world.model = lambda batch: np.array([EOS if batch.seqlens_k[i] == 6 else 50 for i in range(len(batch))], np.int64)
+    world.answer = lambda context: EOS if len(context) == 6 else 50  # type: ignore[method-assign]
     world.run()
     return world
 
@@ -293,62 +223,3 @@ def test_preemptions_are_bounded() -> None:
     world.add(2, 12, max_tokens=20)
     world.run()
     assert sorted(world.finished.values()) == ["insufficient_system_resource", "length"]
-
-
-# ---- random worlds
-
-arrivals = st.lists(
-    st.tuples(st.integers(0, 12), st.integers(1, 30), st.integers(1, 20), st.integers(-1, 25)), min_size=1, max_size=14
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    arrivals,
-    st.integers(14, 40),
-    st.sampled_from([1, 3, 4]),
-    st.sampled_from([5, 16, 200]),
-    st.sampled_from(["terminate", "recompute"]),
-    st.integers(1, 6),
-    st.randoms(use_true_random=False),
-)
-def test_random_worlds_end_with_the_right_tokens(
-    requests: list[tuple[int, int, int, int]],
-    num_blocks: int,
-    block_size: int,
-    budget: int,
-    preemption: str,
-    max_num_seqs: int,
-    random: object,
-) -> None:
-    """Arrivals at random times, aborts, tight pools: all end, tokens are right, every block comes home."""
-    limits = {"max_num_batched_tokens": budget, "max_num_seqs": max_num_seqs}
-    world = World(num_blocks, block_size=block_size, preemption=preemption, **limits)
-    aborted: set[int] = set()
-    refused: set[int] = set()
-    for now in range(2000):
-        for request_id, (arrival, prompt, max_tokens, abort_at) in enumerate(requests):
-            if arrival == now:
-                try:
-                    world.add(request_id, prompt, max_tokens)
-                except Refused:
-                    refused.add(request_id)
-            if abort_at >= 0 and abort_at == now and request_id not in world.finished:
-                world.scheduler.abort(request_id)
-                if arrival <= now:
-                    aborted.add(request_id)
-        if not world.scheduler.num_unfinished:
-            if now > 26:
-                break
-            continue
-        facts = world.scheduler.facts()
-        wish = facts.wants_prefill and (not facts.has_decode or random.random() < 0.5)  # type: ignore[attr-defined]
-        world.step(StepType.PREFILL if wish else StepType.DECODE)
-    assert world.scheduler.num_unfinished == 0 and world.scheduler.pool.num_used == 0
-    for request_id, (_, prompt, max_tokens, _) in enumerate(requests):
-        if request_id in refused | aborted:
-            continue
-        count = len(world.outputs[request_id])
-        assert world.outputs[request_id] == expected([100 + request_id * 7 + i for i in range(prompt)], count)
-        reason = world.finished[request_id]
-        assert (reason, count == max_tokens) in {("length", True), ("insufficient_system_resource", False)}

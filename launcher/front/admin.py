@@ -1,0 +1,67 @@
+"""The operator's endpoints: health, readiness, metrics, and what the schedulers may do."""
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from launcher.front.body import read_json
+from launcher.front.schemas import PauseRequest, validate
+from launcher.metrics import RouterCollector
+from launcher.router import Router
+
+MAX_BODY = 1 << 16
+
+
+class Admin:
+    """The operator's endpoints of one router."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(RouterCollector(router))
+
+    @property
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/metrics", self.metrics),
+            Route("/pause", self.pause, methods=["GET", "POST"]),
+            Route("/resume", self.resume, methods=["POST"]),
+            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        """The process is up."""
+        del request
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Requests are taken now; while paused they wait."""
+        del request
+        if (reason := self._router.unready_reason) is not None:
+            return JSONResponse({"status": "not ready", "reason": reason}, 503)
+        paused = {"paused": self._router.paused} if self._router.paused != "none" else {}
+        return JSONResponse({"status": "ready", "ranks": self._router.world_size} | paused)
+
+    async def metrics(self, request: Request) -> Response:
+        del request
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def pause(self, request: Request) -> Response:
+        """POST sets the mode, both methods answer it."""
+        if request.method == "POST":
+            body = validate(PauseRequest, await read_json(request, MAX_BODY, optional=True))
+            self._router.pause(body.mode)
+        return JSONResponse({"mode": self._router.paused})
+
+    async def resume(self, request: Request) -> Response:
+        del request
+        self._router.pause("none")
+        return JSONResponse({"mode": self._router.paused})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        del request
+        self._router.reset_prefix_cache()
+        return JSONResponse({"status": "ok"})
