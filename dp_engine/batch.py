@@ -1,6 +1,7 @@
 """The contract between scheduler and model runner: what one rank computes in one step."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,16 @@ class SamplingBatch:
     position: np.ndarray
 
 
+class StepStats(NamedTuple):
+    """Size of one rank's part of a step. sum_qk: query times key length over the sequences, what attention costs."""
+
+    num_batched_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache instead of being computed
+    sum_qk: int = 0
+    max_seqlen_k: int = 0
+    min_seqlen_k: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """B sequences with T query tokens in all, grouped by sequence in order. B and T may be 0 (placeholder step).
@@ -31,6 +42,7 @@ class Batch:
     num_drafts: int32 [B]; the last num_drafts[i] query tokens of sequence i are guesses.
     block_tables: int32 [B, W], W = most blocks of any sequence here; unused entries are 0, the null block.
     block_copies: int64 [C, 2], blocks to copy (source, destination) before anything is written.
+    num_cached_tokens: prompt tokens of sequences that start here whose KV was found in the prefix cache.
     state_slots: int32 [B], state area of each sequence, 0 without; state_copies: int64 [S, 2], like block_copies.
 
     Every sequence yields 1 + num_drafts[i] tokens, drawn at its last 1 + num_drafts[i] query positions, whatever they
@@ -49,6 +61,7 @@ class Batch:
     state_slots: np.ndarray
     state_copies: np.ndarray
     sampling: SamplingBatch
+    num_cached_tokens: int = 0
 
     def __len__(self) -> int:
         return len(self.seqlens_q)
@@ -60,3 +73,14 @@ class Batch:
     @property
     def num_outputs(self) -> int:
         return len(self.seqlens_q) + int(self.num_drafts.sum())
+
+    def stats(self) -> StepStats:
+        if not len(self):
+            return StepStats(num_cached_tokens=self.num_cached_tokens)
+        return StepStats(
+            self.num_tokens,
+            self.num_cached_tokens,
+            int(self.seqlens_q.astype(np.int64) @ self.seqlens_k),
+            int(self.seqlens_k.max()),
+            int(self.seqlens_k.min()),
+        )

@@ -38,7 +38,8 @@ class BlockPool:
         self._num_unnamed = self.capacity
         self._cached: OrderedDict[int, None] = OrderedDict()  # free blocks with a name, longest unused first
         self._key_of: dict[int, bytes] = {}
-        self._blocks_of: dict[bytes, list[int]] = {}  # copies of the same content, first named first
+        self._block_of: dict[bytes, int] = {}
+        self._copies_of: dict[bytes, list[int]] = {}  # further blocks of the same content, first named first
 
     @property
     def num_used(self) -> int:
@@ -101,21 +102,23 @@ class BlockPool:
 
     # ---- names
 
-    def name(self, block: int, key: bytes) -> None:
-        """Give a block in use its name. Several blocks may have the same."""
-        if self._references[block] <= 0 or block in self._key_of:
-            raise RuntimeError(f"block pool: block {block} cannot be named")
-        self._key_of[block] = key
-        self._blocks_of.setdefault(key, []).append(block)
+    def name(self, blocks: list[int], keys: list[bytes]) -> None:
+        """Give blocks in use their names. Several blocks may have the same."""
+        if (self._references[blocks] <= 0).any() or not self._key_of.keys().isdisjoint(blocks):
+            raise RuntimeError(f"block pool: blocks {blocks} cannot be named, one is free or has a name")
+        self._key_of.update(zip(blocks, keys, strict=True))
+        for block, key in zip(blocks, keys, strict=True):
+            if self._block_of.setdefault(key, block) != block:
+                self._copies_of.setdefault(key, []).append(block)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Blocks of the longest run of known names from the first."""
         found: list[int] = []
         for key in keys:
-            blocks = self._blocks_of.get(key)
-            if blocks is None:
+            block = self._block_of.get(key)
+            if block is None:
                 break
-            found.append(blocks[0])
+            found.append(block)
         return found
 
     def num_free_among(self, blocks: list[int]) -> int:
@@ -135,7 +138,8 @@ class BlockPool:
         cached = np.array(list(self._cached), np.int32)
         self._cached.clear()
         self._key_of.clear()
-        self._blocks_of.clear()
+        self._block_of.clear()
+        self._copies_of.clear()
         self._append(cached)
 
     def check_integrity(self) -> None:
@@ -148,15 +152,21 @@ class BlockPool:
             raise RuntimeError("block pool: blocks are lost")
         if any(block in self._key_of for block in unnamed) or any(block not in self._key_of for block in self._cached):
             raise RuntimeError("block pool: the prefix cache is corrupt")
-        if sorted(block for blocks in self._blocks_of.values() for block in blocks) != sorted(self._key_of):
+        copies = [block for blocks in self._copies_of.values() for block in blocks]
+        if sorted([*self._block_of.values(), *copies]) != sorted(self._key_of):
             raise RuntimeError("block pool: names and blocks do not match")
 
     def _unname(self, block: int) -> None:
         key = self._key_of.pop(block)
-        blocks = self._blocks_of[key]
-        blocks.remove(block)
-        if not blocks:
-            del self._blocks_of[key]
+        copies = self._copies_of.get(key, [])
+        if self._block_of[key] != block:
+            copies.remove(block)
+        elif copies:
+            self._block_of[key] = copies.pop(0)
+        else:
+            del self._block_of[key]
+        if not copies:
+            self._copies_of.pop(key, None)
 
     def _append(self, blocks: np.ndarray) -> None:
         count = len(blocks)

@@ -138,6 +138,8 @@ class EngineConfig(BaseModel):
             raise ValueError("a cached prefix has no state: num_state_slots needs prefix_cache off")
         if self.overlap and self.release == "next_decode":
             raise ValueError("overlap needs release at settlement")
+        if self.admission == "full" and not self.clip_drafts:
+            raise ValueError("admission full reserves no room for drafts beyond a sequence's end: it needs clip_drafts")
         if self.draft_ngram_min > self.draft_ngram_max:
             raise ValueError("draft_ngram_min is above draft_ngram_max")
         if self.lookahead_tokens > self.max_num_batched_tokens:

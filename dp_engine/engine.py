@@ -2,13 +2,13 @@
 
 import logging
 import time
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from dp_engine.batch import Batch
+from dp_engine.batch import Batch, StepStats
 from dp_engine.link import Link
 from dp_engine.messages import (
     BALLOT_BUCKETS_S,
+    FIRST_TOKEN_BUCKETS_S,
     Abort,
     Add,
     Histogram,
@@ -21,6 +21,7 @@ from dp_engine.messages import (
     Shutdown,
     ToRank,
     Wake,
+    empty_histogram,
 )
 from dp_engine.scheduler import Refused, Scheduler, StepOutput
 from dp_engine.worker import StepWorker
@@ -40,16 +41,27 @@ class StepCounters:
     steps: dict[StepType, int] = field(default_factory=lambda: dict.fromkeys(StepType, 0))
     placeholder_steps: int = 0
     idle_sleeps: int = 0
-    ballots: Histogram = field(default_factory=lambda: Histogram(0, 0.0, [0] * (len(BALLOT_BUCKETS_S) + 1)))
+    batched_tokens: int = 0
+    sum_qk: int = 0
+    last: StepStats = field(default_factory=StepStats)  # of the last step that was not a placeholder
+    ballots: Histogram = field(default_factory=lambda: empty_histogram(BALLOT_BUCKETS_S))
+    first_tokens: Histogram = field(default_factory=lambda: empty_histogram(FIRST_TOKEN_BUCKETS_S))
 
     def count_ballot(self, seconds: float) -> None:
-        self.ballots.count += 1
-        self.ballots.total += seconds
-        self.ballots.buckets[bisect_left(BALLOT_BUCKETS_S, seconds)] += 1
+        self.ballots.add(BALLOT_BUCKETS_S, seconds)
 
     def count_step(self, batch: Batch) -> None:
         self.steps[batch.step_type] += 1
-        self.placeholder_steps += not len(batch)
+        if not len(batch):
+            self.placeholder_steps += 1
+            return
+        self.last = batch.stats()
+        self.batched_tokens += self.last.num_batched_tokens
+        self.sum_qk += self.last.sum_qk
+
+    def count_output(self, output: StepOutput) -> None:
+        for seconds in output.first_token_s:
+            self.first_tokens.add(FIRST_TOKEN_BUCKETS_S, seconds)
 
 
 class Engine:
@@ -118,7 +130,9 @@ class Engine:
             tokens = self._worker.result()
         except CollectiveFailed as error:
             self._protocol.broken(error, str(error))
-        return step, self._scheduler.settle(tokens)
+        output = self._scheduler.settle(tokens)
+        self._counters.count_output(output)
+        return step, output
 
     def _send(self, settled: tuple[int, StepOutput] | None) -> None:
         if settled is None:
@@ -180,12 +194,18 @@ class Engine:
             prompt_tokens=scheduler.counters.prompt_tokens,
             generated_tokens=scheduler.counters.generated_tokens,
             preemptions=scheduler.counters.preemptions,
+            aborted=scheduler.counters.aborted,
             prefix_query_tokens=scheduler.resources.queried_tokens,
             prefix_hit_tokens=scheduler.resources.hit_tokens,
             draft_tokens=scheduler.counters.draft_tokens,
             accepted_draft_tokens=scheduler.counters.accepted_draft_tokens,
             forks=scheduler.counters.forks,
             cached_blocks=scheduler.pool.num_cached,
+            batched_tokens=counters.batched_tokens,
+            sum_qk=counters.sum_qk,
+            max_seqlen_k=counters.last.max_seqlen_k,
+            min_seqlen_k=counters.last.min_seqlen_k,
             bad_messages=self._link.bad_messages,
             ballots=counters.ballots,
+            first_tokens=counters.first_tokens,
         )

@@ -126,11 +126,18 @@ class Ledgers:
         seq.tokens = self.tokens[row, : self.length[row]].copy()
         seq.row = -1
         self.owner[row] = None
-        self.num_blocks[row] = 0
+        self.cut_blocks(row, 0)
         self._free.append(row)
 
     def blocks_of(self, row: int) -> np.ndarray:
         return self.block_table[row, : self.num_blocks[row]]
+
+    def cut_blocks(self, row: int, count: int) -> np.ndarray:
+        """Shorten a block table to `count` blocks; returns the others. Behind its end a table is NULL_BLOCK."""
+        others = self.block_table[row, count : self.num_blocks[row]].copy()
+        self.block_table[row, count : self.num_blocks[row]] = NULL_BLOCK
+        self.num_blocks[row] = count
+        return others
 
     def append_blocks(self, row: int, blocks: np.ndarray) -> None:
         have = int(self.num_blocks[row])
@@ -142,7 +149,7 @@ class Ledgers:
         assert seq is not None
         return seq
 
-    def batch(self, step: Step, block_copies: np.ndarray, state_copies: np.ndarray) -> Batch:
+    def batch(self, step: Step, block_copies: np.ndarray, state_copies: np.ndarray, num_cached_tokens: int) -> Batch:
         """The next `seqlens_q[i]` tokens of each row of the step; their KV blocks are there already."""
         rows, seqlens_q, size = step.rows, step.seqlens_q, self._block_size
         computed = self.num_tokens[rows]
@@ -153,10 +160,7 @@ class Ledgers:
             starts = np.cumsum(seqlens_q) - seqlens_q
             positions = np.arange(len(owner)) + np.repeat(computed - starts, seqlens_q)
         index = positions // size
-        num_blocks = self.num_blocks[rows]
-        width = int(num_blocks.max(initial=0))
-        tables = self.block_table[rows, :width]  # a copy
-        tables[np.arange(width) >= num_blocks[:, None]] = NULL_BLOCK
+        width = int(self.num_blocks[rows].max(initial=0))
         seqlens_k = computed + seqlens_q
         return Batch(
             step_type=step.step_type,
@@ -166,7 +170,7 @@ class Ledgers:
             seqlens_q=seqlens_q,
             seqlens_k=seqlens_k,
             num_drafts=step.num_drafts,
-            block_tables=tables,
+            block_tables=self.block_table[rows, :width],  # a copy
             block_copies=block_copies,
             state_slots=self.state_slot[rows],
             state_copies=state_copies,
@@ -177,6 +181,7 @@ class Ledgers:
                 seed=self.seed[rows],
                 position=(seqlens_k - step.num_drafts).astype(np.int64),
             ),
+            num_cached_tokens=num_cached_tokens,
         )
 
     def _grow(self) -> None:

@@ -4,6 +4,8 @@ Every message is one ZMQ frame. Structs are arrays on the wire, tagged by name; 
 `msgspec.ValidationError` (or `DecodeError`), which the receiver counts and drops.
 """
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -35,14 +37,25 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Histogram(msgspec.Struct, array_like=True):
-    """Cumulative since the rank's start: count and sum of seconds, and counts per bucket (`BALLOT_BUCKETS_S`, +Inf)."""
+    """Cumulative since the rank's start: count and sum of seconds, and counts per bucket, +Inf last."""
 
     count: int
     total: float
     buckets: list[int]
 
+    def add(self, bounds: Sequence[float], seconds: float) -> None:
+        """`bounds`: upper bounds of all buckets but the last."""
+        self.count += 1
+        self.total += seconds
+        self.buckets[bisect_left(bounds, seconds)] += 1
+
 
 BALLOT_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+FIRST_TOKEN_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+def empty_histogram(bounds: Sequence[float]) -> Histogram:
+    return Histogram(0, 0.0, [0] * (len(bounds) + 1))
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
@@ -60,14 +73,20 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     generated_tokens: int
     preemptions: int
+    aborted: int
     prefix_query_tokens: int  # prompt tokens looked up in the prefix cache
     prefix_hit_tokens: int  # of these, tokens whose KV was there
     draft_tokens: int  # guessed tokens that were verified
     accepted_draft_tokens: int
     forks: int  # requests that started from another one's KV
     cached_blocks: int  # free blocks that still hold a named prefix
+    batched_tokens: int  # tokens that entered the model
+    sum_qk: int  # query times key length over all sequences and steps
+    max_seqlen_k: int  # longest and shortest KV of the last step
+    min_seqlen_k: int
     bad_messages: int
-    ballots: Histogram
+    ballots: Histogram  # BALLOT_BUCKETS_S
+    first_tokens: Histogram  # FIRST_TOKEN_BUCKETS_S: from a request's arrival at the rank to its first token
 
 
 # ---- rank -> router
@@ -87,7 +106,7 @@ class Hello(Message, frozen=True):
 
 
 class Output(Message, frozen=True):
-    """Tokens of one step: `tokens[i]` belongs to `request_ids[i]`; a request with accepted drafts has several, in order.
+    """Tokens of one step: `tokens[i]` belongs to `request_ids[i]`; one with accepted drafts has several, in order.
     A request that ends is in `finished` once, with its last token (if any) in the same message. Reasons:
     `dp_engine.sequence.FINISH_REASONS`.
     """

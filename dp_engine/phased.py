@@ -182,7 +182,7 @@ class PhasedScheduler(Scheduler):
     def _plan_decode(self) -> Step | None:
         """Every running sequence; None if this has to wait for the step in flight."""
         led, rows = self.ledgers, self._continuing()
-        order = rows[np.argsort(-(led.output_len[rows] + led.inflight[rows]), kind="stable")]
+        order = rows[np.argsort(-self._ahead(led.output_len, rows), kind="stable")]
         drafts = self._drafts(order)
         needed = self._blocks_needed(order, drafts)
         change = needed - led.num_blocks[order]
@@ -197,12 +197,16 @@ class PhasedScheduler(Scheduler):
             elif change.any():
                 self._resize(order, change)
         order, drafts = order[::-1], drafts[::-1]  # the youngest first
-        by_length = np.argsort(-(led.length[order] + led.inflight[order]), kind="stable")
+        by_length = np.argsort(-self._ahead(led.length, order), kind="stable")
         order, drafts = order[by_length], drafts[by_length]
         if self._in_flight is None:
             self.running = order
         due = self._in_flight is not None and bool(drafts.any())
         return Step(StepType.DECODE, order, 1 + drafts, drafts, np.ones(len(order), np.bool_), due)
+
+    def _ahead(self, lengths: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """A ledger's lengths of these rows, with all that the step in flight may commit."""
+        return lengths[rows] if self._in_flight is None else lengths[rows] + self.ledgers.inflight[rows]
 
     def _drafts(self, rows: np.ndarray) -> np.ndarray:
         """Drafts per row; upper bounds while a step is in flight."""
@@ -216,9 +220,11 @@ class PhasedScheduler(Scheduler):
         led = self.ledgers
         if self._config.admission == "full":
             return led.num_blocks[rows]
-        length = led.length[rows] + led.inflight[rows] + drafts
-        if self._config.clip_drafts:
-            np.minimum(length, led.stop_len[rows], out=length)
+        length = self._ahead(led.length, rows)
+        if self._config.num_draft_tokens:
+            length = length + drafts
+            if self._config.clip_drafts:
+                np.minimum(length, led.stop_len[rows], out=length)
         return -(-length // self._config.block_size)
 
     def _resize(self, rows: np.ndarray, change: np.ndarray) -> None:
@@ -226,16 +232,7 @@ class PhasedScheduler(Scheduler):
         led = self.ledgers
         for index in np.flatnonzero(change < 0).tolist():
             self.resources.shrink(int(rows[index]), int(led.num_blocks[rows[index]] + change[index]))
-        growing = np.flatnonzero(change > 0)[::-1]
-        if not len(growing):
-            return
-        if change.max() == 1:
-            grown = rows[growing]
-            led.block_table[grown, led.num_blocks[grown]] = self.pool.allocate(len(grown))
-            led.num_blocks[grown] += 1
-        else:
-            for index in growing.tolist():
-                self.resources.append(int(rows[index]), int(change[index]))
+        self.resources.grow(rows[::-1], change[::-1])
 
     def _make_room(self, order: np.ndarray, needed: np.ndarray, drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Serve from the youngest, sacrifice from the oldest. Returns who stays, oldest first, and their drafts."""

@@ -12,10 +12,14 @@ def root_key(generation: int, salt: str) -> bytes:
     return blake2b(f"{generation}:{salt}".encode(), digest_size=KEY_BYTES).digest()
 
 
+def next_key(parent: bytes, content: bytes) -> bytes:
+    """The name of a block with these tokens (int32 bytes) behind a block, or a root, of that name."""
+    return blake2b(parent + content, digest_size=KEY_BYTES).digest()
+
+
 def extend_keys(keys: list[bytes], root: bytes, tokens: np.ndarray, num_blocks: int, block_size: int) -> None:
     """Name the blocks up to `num_blocks`: key i = H(key i-1, tokens of block i). tokens: int32, at least that many."""
     parent = keys[-1] if keys else root
     for index in range(len(keys), num_blocks):
-        block = tokens[index * block_size : (index + 1) * block_size]
-        parent = blake2b(parent + block.tobytes(), digest_size=KEY_BYTES).digest()
+        parent = next_key(parent, tokens[index * block_size : (index + 1) * block_size].tobytes())
         keys.append(parent)

@@ -1,8 +1,8 @@
 """Replay recorded scheduler traces: `python -m dp_engine.replay FILE...`
 
-A trace is a scenario (settings, arrivals, aborts) and what an original scheduler decided in it, step by step. The preset
-of that scheduler has to decide the same, record for record: `deepinfer` (phased; one to three ranks, voting) or `vllm`
-(unified). tests/traces/README.md describes the files.
+A trace is a scenario (settings, arrivals, aborts) and what an original scheduler decided in it, step by step. The
+preset of that scheduler has to decide the same, record for record: `deepinfer` (phased; one to three ranks, voting) or
+`vllm` (unified). tests/traces/README.md describes the files.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""What a sequence holds at a rank: its row in the ledgers, KV blocks, and a state slot. Taken and given back here only."""
+"""What a sequence holds at a rank: its row in the ledgers, KV blocks, a state slot. Taken and given back only here."""
 
 import numpy as np
 
 from dp_engine.blocks import NULL_BLOCK, Admission, BlockPool
 from dp_engine.config import EngineConfig
 from dp_engine.ledger import Ledgers
-from dp_engine.prefix import extend_keys, root_key
+from dp_engine.prefix import extend_keys, next_key, root_key
 from dp_engine.sequence import Sequence
 
 _NO_BLOCKS = np.zeros(0, np.int32)
@@ -24,6 +24,7 @@ class Resources:
         self.ledgers = Ledgers(config.max_num_seqs + 1, max_model_len + 1 + config.num_draft_tokens, config.block_size)
         self.hit_tokens = 0
         self.queried_tokens = 0
+        self._hits_taken = 0
         self._block_size = config.block_size
         self._whole_length = config.admission == "full"
         self._prefix_cache = config.prefix_cache
@@ -101,10 +102,23 @@ class Resources:
         if count > 0:
             self.ledgers.append_blocks(row, self.pool.allocate(count))
 
+    def grow(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        """Append counts[i] >= 0 new blocks to each row, in this order."""
+        growing = np.flatnonzero(counts > 0)
+        if not len(growing):
+            return
+        rows, counts = rows[growing], counts[growing]
+        led = self.ledgers
+        if counts.max() == 1:
+            led.block_table[rows, led.num_blocks[rows]] = self.pool.allocate(len(rows))
+            led.num_blocks[rows] += 1
+        else:
+            for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+                self.append(row, count)
+
     def shrink(self, row: int, num_blocks: int) -> None:
         """Give back the blocks beyond `num_blocks`; nothing is written there."""
-        self.pool.free(self.ledgers.block_table[row, num_blocks : self.ledgers.num_blocks[row]])
-        self.ledgers.num_blocks[row] = num_blocks
+        self.pool.free(self.ledgers.cut_blocks(row, num_blocks))
 
     def release(self, seq: Sequence) -> None:
         """Give everything back. Idempotent per sequence."""
@@ -146,9 +160,8 @@ class Resources:
         """Make a fork fit for writing: a copy of the half-written last block, and new blocks up to `num_blocks`."""
         led, row = self.ledgers, seq.row
         full = int(led.num_tokens[row]) // self._block_size
-        tail = led.blocks_of(row)[full:].copy()
+        tail = led.cut_blocks(row, full)
         blocks = self.pool.allocate(num_blocks - full)
-        led.num_blocks[row] = full
         led.append_blocks(row, blocks)
         if len(tail):
             self._block_copies.append((int(tail[0]), int(blocks[0])))
@@ -179,23 +192,49 @@ class Resources:
         """Make the blocks that `computed` tokens of each row fill findable by content."""
         if not self._prefix_cache:
             return
-        full = computed // self._block_size
-        for index in np.flatnonzero(full > self.ledgers.num_named[rows]).tolist():
-            self._name(int(rows[index]), int(full[index]))
+        led, size = self.ledgers, self._block_size
+        full = computed // size
+        due = np.flatnonzero(full > led.num_named[rows])
+        if not len(due):
+            return
+        rows, full = rows[due], full[due]
+        index = led.num_named[rows]
+        # The usual case is one block per row: the tokens of all of them are gathered at once.
+        content = led.tokens[rows[:, None], index[:, None] * size + np.arange(size)].tobytes()
+        width = 4 * size
+        blocks = led.block_table[rows, index].tolist()
+        names: list[bytes] = []
+        names_behind: list[bytes] = []  # of the further blocks, which `blocks` gets behind the first ones
+        for at, (row, first, end) in enumerate(zip(rows.tolist(), index.tolist(), full.tolist(), strict=True)):
+            keys = led.seq_of(row).keys
+            if len(keys) == first > 0:
+                keys.append(next_key(keys[-1], content[at * width : (at + 1) * width]))
+            else:
+                self._extend_keys(row, end)
+            names.append(keys[first])
+            if end > first + 1:
+                self._extend_keys(row, end)
+                blocks += led.block_table[row, first + 1 : end].tolist()
+                names_behind += keys[first + 1 : end]
+        self.pool.name(blocks, names + names_behind)
+        led.num_named[rows] = full
 
-    def _name(self, row: int, full: int) -> None:
-        seq, led = self.ledgers.seq_of(row), self.ledgers
+    def _extend_keys(self, row: int, num_blocks: int) -> None:
+        seq = self.ledgers.seq_of(row)
         if seq.keys_generation < 0:
             seq.keys_generation = self._generation
-        extend_keys(seq.keys, root_key(seq.keys_generation, seq.salt), led.tokens[row], full, self._block_size)
-        for index in range(int(led.num_named[row]), full):
-            self.pool.name(int(led.block_table[row, index]), seq.keys[index])
-        led.num_named[row] = full
+        root = root_key(seq.keys_generation, seq.salt)
+        extend_keys(seq.keys, root, self.ledgers.tokens[row], num_blocks, self._block_size)
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. What present sequences compute later can only be found by those of their own age."""
         self._generation += 1
         self.pool.forget_names()
+
+    def take_hits(self) -> int:
+        """Tokens found in the cache since the last call."""
+        new, self._hits_taken = self.hit_tokens - self._hits_taken, self.hit_tokens
+        return new
 
     # ---- checks
 

@@ -21,11 +21,12 @@ import numpy as np
 from dp_engine.admission import Refused, read_request
 from dp_engine.batch import Batch
 from dp_engine.config import EngineConfig
-from dp_engine.drafts import accepted, propose
+from dp_engine.drafts import propose
 from dp_engine.ledger import Ledgers, Step
 from dp_engine.messages import Add, PauseMode
 from dp_engine.resources import Resources
 from dp_engine.sequence import Sequence, Status
+from dp_engine.settlement import commit
 from dp_engine.waiting import FifoQueue, PriorityQueue
 from vote.ballot import Facts
 from vote.decision import StepType
@@ -179,7 +180,7 @@ class Scheduler(ABC):
         if step.drafts_due:
             self._fix_drafts(step)
         self._in_flight = step
-        batch = self.ledgers.batch(step, *self.resources.take_copies())
+        batch = self.ledgers.batch(step, *self.resources.take_copies(), self.resources.take_hits())
         self._issue(step)
         return batch
 
@@ -315,8 +316,10 @@ class Scheduler(ABC):
         else:
             self.resources.release(seq)
 
-    def _release_deferred(self) -> np.ndarray:
-        """Rows whose results are void, released now."""
+    def _release_deferred(self) -> np.ndarray | None:
+        """Rows whose results are void, released now; None: there are none."""
+        if not self._deferred:
+            return None
         rows = np.array([seq.row for seq in self._deferred], np.int32)
         for seq in self._deferred:
             self.resources.release(seq)
@@ -382,7 +385,7 @@ class Scheduler(ABC):
         """Advance optimistically: the step's tokens count as computed, its outputs as about to be committed."""
         led = self.ledgers
         led.num_tokens[step.rows] += step.seqlens_q
-        led.inflight[step.rows] = (1 + step.num_drafts) * step.outputs
+        led.inflight[step.rows] = (1 + step.num_drafts) * step.outputs  # none for a chunk
 
     def _fix_drafts(self, step: Step) -> None:
         """Guess, now that all tokens are committed, within what was reserved."""
@@ -399,95 +402,27 @@ class Scheduler(ABC):
         lengths = ledgers.length[rows]
         return propose(ledgers.tokens, rows, lengths, limits, config.draft_ngram_max, config.draft_ngram_min)
 
-    def _commit(self, step: Step, tokens: np.ndarray, dropped: np.ndarray) -> StepOutput:
+    def _commit(self, step: Step, tokens: np.ndarray, dropped: np.ndarray | None) -> StepOutput:
         """Append what the step's outputs are worth, name blocks, end sequences."""
-        kept = step.outputs if not len(dropped) else step.outputs & ~np.isin(step.rows, dropped)
-        rows = step.rows if kept.all() else step.rows[kept]
-        counts = None
-        if step.num_drafts.any():
-            counts = self._accepted(step, tokens)[kept]
-            table = _as_table(tokens, step.num_drafts)[kept]
-        else:
-            table = tokens[kept][:, None]
-        stopped, counts = self._append(rows, table, counts)
+        kept, alive = step.outputs, step.rows
+        if dropped is not None:
+            keep = ~np.isin(step.rows, dropped)
+            kept, alive = kept & keep, alive[keep]
+        done = commit(self.ledgers, step, tokens, kept, self._eos)
+        self.counters.generated_tokens += len(done.tokens)
+        self.counters.draft_tokens += done.num_drafts
+        self.counters.accepted_draft_tokens += done.num_accepted
         if self._branches and step.step_type is not StepType.DECODE:
-            self._fork_branches(rows)
+            self._fork_branches(done.rows)
         if self._config.prefix_share == "computed":
-            alive = step.rows if not len(dropped) else step.rows[~np.isin(step.rows, dropped)]
             self.resources.name_blocks(alive, self.ledgers.num_tokens[alive])
-        return self._output(rows, table, counts, stopped)
-
-    def _accepted(self, step: Step, tokens: np.ndarray) -> np.ndarray:
-        """Tokens per row that are worth keeping: the run of right drafts, and the token drawn after it."""
-        led, num_drafts = self.ledgers, step.num_drafts
-        owners = np.repeat(step.rows, num_drafts)
-        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(num_drafts) - num_drafts, num_drafts)
-        right = accepted(tokens, led.tokens[owners, led.length[owners] + offsets], num_drafts)
-        self.counters.draft_tokens += len(owners)
-        self.counters.accepted_draft_tokens += int(right.sum())
-        return right + 1
-
-    def _append(
-        self, rows: np.ndarray, table: np.ndarray, counts: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Commit `counts[i]` (None: one each) tokens of table[i] to row i, fewer if one of them ends the sequence.
-
-        Returns which rows were ended by a stop token, and the numbers committed.
-        """
-        led = self.ledgers
-        lengths = led.length[rows]
-        stops = self._is_stop(rows, table)
-        if counts is None:
-            led.tokens[rows, lengths] = table[:, 0]
-            led.length[rows] = lengths + 1
-            led.output_len[rows] += 1
-            self.counters.generated_tokens += len(rows)
-            return stops[:, 0], None
-        width = np.arange(table.shape[1])
-        issued = led.num_tokens[rows] - lengths + 1  # query tokens of this step, from the last committed one on
-        ends = stops | (lengths[:, None] + 1 + width >= led.stop_len[rows][:, None])
-        first_end = np.where(ends.any(1), ends.argmax(1), table.shape[1])
-        counts = np.minimum(counts, first_end + 1).astype(np.int32)
-        valid = width < counts[:, None]
-        led.tokens[np.repeat(rows, counts), (lengths[:, None] + width)[valid]] = table[valid]
-        led.length[rows] = lengths + counts
-        led.output_len[rows] += counts
-        led.num_tokens[rows] += counts - issued
-        self.counters.generated_tokens += int(counts.sum())
-        return stops[np.arange(len(rows)), counts - 1], counts
-
-    def _is_stop(self, rows: np.ndarray, table: np.ndarray) -> np.ndarray:
-        """Which of the tokens end their sequence, bool like `table`."""
-        led = self.ledgers
-        stops = np.zeros(table.shape, np.bool_)
-        for token in self._eos:
-            stops |= table == token
-        stops &= ~led.ignore_eos[rows][:, None]
-        for index in np.flatnonzero(led.has_stop_ids[rows]).tolist():
-            wanted = led.seq_of(int(rows[index])).stop_token_ids
-            stops[index] |= [token in wanted for token in table[index].tolist()]
-        return stops
-
-    def _output(
-        self, rows: np.ndarray, table: np.ndarray, counts: np.ndarray | None, stopped: np.ndarray
-    ) -> StepOutput:
-        led = self.ledgers
-        request_ids = led.request_id[rows]
-        if counts is None:
-            output = StepOutput(request_ids.tolist(), table[:, 0].tolist())
-            first = led.output_len[rows] == 1
-        else:
-            valid = np.arange(table.shape[1]) < counts[:, None]
-            output = StepOutput(np.repeat(request_ids, counts).tolist(), table[valid].tolist())
-            first = led.output_len[rows] == counts
-        if first.any():
+        output = StepOutput(done.request_ids, done.tokens)
+        if done.first.any():
             now = time.monotonic()
-            output.first_token_s = [now - led.seq_of(row).arrival for row in rows[first].tolist()]
-        ended = stopped | (led.length[rows] >= led.stop_len[rows])
-        if self._config.role == "prefill":
-            ended |= True
+            output.first_token_s = [now - self.ledgers.seq_of(row).arrival for row in done.rows[done.first].tolist()]
+        ended = done.ended if self._config.role != "prefill" else np.ones(len(done.rows), np.bool_)
         if ended.any():
-            self._end_rows(rows[ended], stopped[ended], output)
+            self._end_rows(done.rows[ended], done.stopped[ended], output)
         return output
 
     def _end_rows(self, rows: np.ndarray, stopped: np.ndarray, output: StepOutput) -> None:
@@ -503,11 +438,3 @@ class Scheduler(ABC):
     def _clear(self, rows: np.ndarray) -> None:
         """Take rows that have ended out of `running`."""
         self.running = self.running[~np.isin(self.running, rows)]
-
-
-def _as_table(tokens: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
-    """A step's flat result as one row per sequence, [B, 1 + most drafts]; -1 where a row is shorter."""
-    widths = 1 + num_drafts
-    table = np.full((len(widths), int(widths.max(initial=1))), -1, np.int64)
-    table[np.arange(table.shape[1]) < widths[:, None]] = tokens
-    return table

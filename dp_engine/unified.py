@@ -7,36 +7,29 @@ the prefix cache knows of them.
 import numpy as np
 
 from dp_engine.ledger import Step
-from dp_engine.scheduler import Scheduler
+from dp_engine.scheduler import NO_ROWS, Scheduler
 from dp_engine.sequence import Sequence, Status
 from vote.ballot import Facts
 from vote.decision import StepType
 
+_NOBODY = (NO_ROWS, NO_ROWS, NO_ROWS)
+Served = tuple[np.ndarray, np.ndarray, np.ndarray]  # int32 each: rows, tokens without drafts, drafts
 
-class _Plan:
-    """A step in the making: rows in order with their tokens, and what is left of both budgets."""
+
+class _Budget:
+    """What is left of a step: tokens to schedule, and tokens that may enter the model, draft slots included."""
 
     def __init__(self, tokens: int, inputs: int) -> None:
-        self.tokens = tokens  # may still be scheduled
-        self.inputs = inputs  # may still enter the model, draft slots included
-        self.seqlens: dict[int, int] = {}  # by row, drafts not counted
-        self.drafts: dict[int, int] = {}
+        self._tokens = tokens
+        self.inputs = inputs
 
     @property
     def left(self) -> int:
-        return min(self.tokens, self.inputs)
+        return min(self._tokens, self.inputs)
 
-    def serve(self, row: int, seqlen_q: int, drafts: int = 0) -> None:
-        self.seqlens[row] = seqlen_q
-        self.drafts[row] = drafts
-        self.tokens -= seqlen_q
+    def spend(self, seqlen_q: int, drafts: int = 0) -> None:
+        self._tokens -= seqlen_q
         self.inputs -= seqlen_q + drafts
-
-    def take_back(self, row: int) -> None:
-        if row in self.seqlens:
-            seqlen_q = self.seqlens.pop(row)
-            self.tokens += seqlen_q
-            self.inputs += seqlen_q + self.drafts.pop(row)
 
 
 class UnifiedScheduler(Scheduler):
@@ -52,100 +45,113 @@ class UnifiedScheduler(Scheduler):
     def plan(self, step_type: StepType) -> None:
         self._planned = None
         config = self._config
-        budget = config.max_num_scheduled_tokens or config.max_num_batched_tokens
-        plan = _Plan(budget, config.max_num_batched_tokens)
-        preemptions = self.counters.preemptions
+        budget = _Budget(
+            config.max_num_scheduled_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens
+        )
+        served, admitted = [_NOBODY], []
         if self.paused != "all":
             rows = self._continuing()
-            wanted = self._wanted(rows)
-            drafts = self._drafts(rows, wanted, plan)
-            if not self._serve_all(rows, wanted, drafts, plan):
-                if self._in_flight is not None:
-                    self._put_off = step_type
-                    return
-                each = zip(wanted.tolist(), drafts.tolist(), strict=True)
-                self._serve_in_turn(dict(zip(rows.tolist(), each, strict=True)), plan)
+            lacking = self._lacking(rows)
+            drafts = self._drafts(rows, budget.inputs - int(lacking.sum()))
+            preemptions = self.counters.preemptions
+            at_once = self._serve_all(rows, lacking, drafts, budget)
+            if at_once is None and self._in_flight is not None:
+                self._put_off = step_type
+                return
+            served = [at_once or self._serve_in_turn(rows, lacking, drafts, budget)]
             if self.paused == "none" and self.counters.preemptions == preemptions:
-                self._admit(plan)
-        self._planned = self._step(step_type, plan)
+                admitted = self._admit(budget)
+        if admitted:
+            new = np.array(admitted, np.int32)
+            served.append((new[:, 0], new[:, 1], np.zeros(len(new), np.int32)))
+        self._planned = self._step(step_type, served)
 
     # ---- running
 
-    def _wanted(self, rows: np.ndarray) -> np.ndarray:
+    def _lacking(self, rows: np.ndarray) -> np.ndarray:
         """Tokens that each row lacks; one for a row whose next token the step in flight will draw."""
         led = self.ledgers
         return self._capped(np.maximum(led.length[rows] - led.num_tokens[rows], 1))
 
-    def _capped(self, wanted: np.ndarray) -> np.ndarray:
+    def _capped(self, lacking: np.ndarray) -> np.ndarray:
         """The cap on long prompts protects the others, so it does not hold for a lone request."""
         cap = self._config.long_prefill_token_threshold
         if cap and len(self.running) + len(self.waiting) > 1:
-            return np.minimum(wanted, cap)
-        return wanted
+            return np.minimum(lacking, cap)
+        return lacking
 
-    def _drafts(self, rows: np.ndarray, wanted: np.ndarray, plan: _Plan) -> np.ndarray:
+    def _drafts(self, rows: np.ndarray, spare: int) -> np.ndarray:
         """Drafts of rows that only lack their last token; upper bounds while a step is in flight."""
         drafts = np.zeros(len(rows), np.int32)
         if self._config.num_draft_tokens:
             led = self.ledgers
             decodes = np.flatnonzero(led.num_tokens[rows] >= led.length[rows] - 1)
-            limits = self._draft_limits(rows[decodes], plan.inputs - int(wanted.sum()))
+            limits = self._draft_limits(rows[decodes], spare)
             if self._in_flight is None:
                 limits = self.propose(led, rows[decodes], limits)
             drafts[decodes] = limits
         return drafts
 
-    def _serve_all(self, rows: np.ndarray, wanted: np.ndarray, drafts: np.ndarray, plan: _Plan) -> bool:
-        """Serve all running rows at once, as far as the budget goes; False (and nothing done) if blocks are short."""
+    def _serve_all(self, rows: np.ndarray, lacking: np.ndarray, drafts: np.ndarray, budget: _Budget) -> Served | None:
+        """Serve all running rows at once, as far as the budget goes; None (and nothing done) if blocks are short."""
         led = self.ledgers
-        before = np.cumsum(wanted) - wanted
-        seqlens_q = np.minimum(wanted, np.maximum(plan.left - before, 0))
-        drafts = np.where(seqlens_q == wanted, drafts, 0)
+        seqlens_q = lacking
+        if int(lacking.sum()) > budget.left:
+            seqlens_q = np.minimum(lacking, np.maximum(budget.left - (np.cumsum(lacking) - lacking), 0))
+            drafts = np.where(seqlens_q == lacking, drafts, 0)
         end = led.num_tokens[rows] + seqlens_q + drafts
-        if self._config.clip_drafts:
+        if self._config.clip_drafts and self._config.num_draft_tokens:
             end = np.minimum(end, led.stop_len[rows])
         missing = np.maximum(-(-end // self._config.block_size) - led.num_blocks[rows], 0)
-        total = int(missing.sum())
-        if total > self.pool.num_free:
-            return False
-        if total:
-            for index in np.flatnonzero(missing).tolist():
-                self.resources.append(int(rows[index]), int(missing[index]))
+        if missing.any():
+            if int(missing.sum()) > self.pool.num_free:
+                return None
+            self.resources.grow(rows, missing)
         if self._config.prefix_share == "scheduled":
             self.resources.name_blocks(rows, np.minimum(led.num_tokens[rows] + seqlens_q, led.length[rows]))
-        served = np.flatnonzero(seqlens_q)
-        plan.seqlens = dict(zip(rows[served].tolist(), seqlens_q[served].tolist(), strict=True))
-        plan.drafts = dict(zip(rows[served].tolist(), drafts[served].tolist(), strict=True))
-        plan.tokens -= int(seqlens_q.sum())
-        plan.inputs -= int(seqlens_q.sum() + drafts.sum())
-        return True
+        budget.spend(int(seqlens_q.sum()), int(drafts.sum()))
+        if seqlens_q is not lacking:
+            served = seqlens_q > 0
+            rows, seqlens_q, drafts = rows[served], seqlens_q[served], drafts[served]
+        return rows, seqlens_q, drafts
 
-    def _serve_in_turn(self, wanted: dict[int, tuple[int, int]], plan: _Plan) -> None:
+    def _serve_in_turn(self, rows: np.ndarray, lacking: np.ndarray, drafts: np.ndarray, budget: _Budget) -> Served:
         """Blocks are short: one after the other, each preempting from the tail (or the worst priority) until it fits or
         is the victim itself."""
-        running = self.running.tolist()
+        running = rows.tolist()
+        wanted = dict(zip(running, zip(lacking.tolist(), drafts.tolist(), strict=True), strict=True))
+        served: dict[int, tuple[int, int]] = {}
         index = 0
-        while index < len(running) and plan.left > 0:
+        while index < len(running) and budget.left > 0:
             row = running[index]
-            seqlen_q, drafts = wanted[row]
-            if seqlen_q > plan.left:
-                seqlen_q, drafts = plan.left, 0
-            drafts = min(drafts, plan.inputs - seqlen_q)
-            while not self._grow(row, seqlen_q + drafts):
-                victim = self._victim(running)
-                at = running.index(victim)
-                del running[at]
-                index -= at < index
-                plan.take_back(victim)
-                self._preempt(self.ledgers.seq_of(victim))
-                if victim == row:
-                    break
-            else:
-                plan.serve(row, seqlen_q, drafts)
-                index += 1
-                continue
-            break
+            seqlen_q, guesses = wanted[row]
+            if seqlen_q > budget.left:
+                seqlen_q, guesses = budget.left, 0
+            guesses = min(guesses, budget.inputs - seqlen_q)
+            if not self._make_room(row, seqlen_q + guesses, running, served, budget):
+                break
+            budget.spend(seqlen_q, guesses)
+            served[row] = seqlen_q, guesses
+            index = running.index(row) + 1
         self.running = np.array(running, np.int32)
+        table = np.array([(row, *served[row]) for row in running if row in served], np.int32).reshape(-1, 3)
+        return table[:, 0], table[:, 1], table[:, 2]
+
+    def _make_room(
+        self, row: int, count: int, running: list[int], served: dict[int, tuple[int, int]], budget: _Budget
+    ) -> bool:
+        """Preempt until `row` has blocks for `count` tokens more; False if it had to go itself. A victim that was
+        served already gives its tokens back."""
+        while not self._grow(row, count):
+            victim = self._victim(running)
+            running.remove(victim)
+            if victim in served:
+                seqlen_q, guesses = served.pop(victim)
+                budget.spend(-seqlen_q, -guesses)
+            self._preempt(self.ledgers.seq_of(victim))
+            if victim == row:
+                return False
+        return True
 
     def _grow(self, row: int, count: int) -> bool:
         """Blocks for `count` tokens more."""
@@ -170,36 +176,40 @@ class UnifiedScheduler(Scheduler):
 
     # ---- waiting
 
-    def _admit(self, plan: _Plan) -> None:
-        """From the head of `waiting` while both budgets last and the head's whole present length fits."""
-        before = len(self.running)
-        self._admit_prompted()
-        for row in self.running[before:].tolist():
-            if plan.left > 0:
-                plan.serve(row, 1)
-        while self._head_may_run() and plan.left > 0 and len(self.running) < self._config.max_num_seqs:
+    def _admit(self, budget: _Budget) -> list[tuple[int, int]]:
+        """From the head of `waiting` while the budget lasts and the head's whole present length fits. Returns rows and
+        their tokens."""
+        admitted = []
+        first = len(self.running)
+        if budget.left > 0:
+            self._admit_prompted()  # one token each, so that a step may exceed the budget by some forks
+        for row in self.running[first:].tolist():
+            budget.spend(1)
+            admitted.append((row, 1))
+        while budget.left > 0 and len(self.running) < self._config.max_num_seqs and self._head_may_run():
             seq = self.waiting.head
-            if not self._may_start(seq, plan):
-                return
+            if not self._may_start(seq):
+                break
             done = self._cached(seq)
-            rest = self.resources.length(seq) - done
-            capped = int(self._capped(np.array([rest]))[0])
-            seqlen_q = min(capped, plan.left)
-            if seqlen_q < capped and not self._config.chunked_prefill:
-                return
+            lacking = int(self._capped(np.array([self.resources.length(seq) - done]))[0])
+            seqlen_q = min(lacking, budget.left)
+            if seqlen_q < lacking and not self._config.chunked_prefill:
+                break
             self.waiting.remove(seq)
             self._start(seq, self._first_blocks(seq, done + seqlen_q))
             seq.status = Status.RUNNING
             self.running = np.append(self.running, np.int32(seq.row))
-            plan.serve(seq.row, seqlen_q)
+            budget.spend(seqlen_q)
+            admitted.append((seq.row, seqlen_q))
             self.counters.prompt_tokens += seqlen_q
             if self._config.prefix_share == "scheduled":
                 self.resources.name_blocks(np.array([seq.row]), np.array([done + seqlen_q]))
+        return admitted
 
-    def _may_start(self, seq: Sequence, plan: _Plan) -> bool:
+    def _may_start(self, seq: Sequence) -> bool:
         if self._fits(seq):
             return True
-        if plan.seqlens or len(self.running) or self._in_flight is not None:
+        if len(self.running) or self._in_flight is not None:
             return False
         self._reclaim(seq)
         return self._fits(seq)
@@ -215,11 +225,10 @@ class UnifiedScheduler(Scheduler):
 
     # ---- the step
 
-    def _step(self, step_type: StepType, plan: _Plan) -> Step:
-        led, count = self.ledgers, len(plan.seqlens)
-        rows = np.fromiter(plan.seqlens.keys(), np.int32, count)
-        drafts = np.fromiter(plan.drafts.values(), np.int32, count)
-        seqlens_q = np.fromiter(plan.seqlens.values(), np.int32, count) + drafts
+    def _step(self, step_type: StepType, served: list[Served]) -> Step:
+        led = self.ledgers
+        rows, seqlens_q, drafts = served[0] if len(served) == 1 else map(np.concatenate, zip(*served, strict=True))
+        seqlens_q = seqlens_q + drafts
         outputs = led.num_tokens[rows] + seqlens_q >= led.length[rows]
-        due = self._in_flight is not None and bool(drafts.any())
+        due = self._in_flight is not None and self._config.num_draft_tokens > 0 and bool(drafts.any())
         return Step(step_type, rows, seqlens_q, drafts, outputs, due)

@@ -11,6 +11,7 @@ import zmq
 from dp_engine.link import RankKeys
 from dp_engine.messages import (
     BALLOT_BUCKETS_S,
+    FIRST_TOKEN_BUCKETS_S,
     PROTOCOL_VERSION,
     Abort,
     Add,
@@ -28,6 +29,7 @@ from dp_engine.messages import (
     Wake,
     Welcome,
     decode_to_rank,
+    empty_histogram,
     encode,
 )
 
@@ -217,12 +219,18 @@ class FakeRank:
             prompt_tokens=sum(len(add.prompt) for add in self.adds),
             generated_tokens=self._generated,
             preemptions=0,
+            aborted=len(self.aborted),
             prefix_query_tokens=sum(len(add.prompt) for add in self.adds),
             prefix_hit_tokens=sum(len(add.prompt) for add in self.adds if add.parent),
             draft_tokens=self._drafted,
             accepted_draft_tokens=self._accepted,
             forks=sum(add.parent > 0 for add in self.adds),
             cached_blocks=len(self.adds),
+            batched_tokens=self._generated,
+            sum_qk=3 * self._generated,
+            max_seqlen_k=7,
+            min_seqlen_k=2,
             bad_messages=0,
             ballots=Histogram(self._steps, 0.001 * self._steps, buckets),
+            first_tokens=empty_histogram(FIRST_TOKEN_BUCKETS_S),
         )

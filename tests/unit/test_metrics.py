@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dp_engine.messages import BALLOT_BUCKETS_S, Histogram, Output, Report
+from dp_engine.messages import BALLOT_BUCKETS_S, FIRST_TOKEN_BUCKETS_S, Histogram, Output, Report
 from launcher.metrics import RouterCollector
 from tests.fake_gang import StubGang
 from tests.front_server import MODEL, FrontServer
@@ -27,14 +27,20 @@ REPORT = Report(
     prompt_tokens=10,
     generated_tokens=11,
     preemptions=12,
+    aborted=20,
     prefix_query_tokens=13,
     prefix_hit_tokens=14,
     draft_tokens=15,
     accepted_draft_tokens=16,
     forks=17,
     cached_blocks=18,
+    batched_tokens=21,
+    sum_qk=22,
+    max_seqlen_k=23,
+    min_seqlen_k=24,
     bad_messages=19,
     ballots=Histogram(2, 0.5, [0] * len(BALLOT_BUCKETS_S) + [2]),
+    first_tokens=Histogram(3, 0.5, [1, *[0] * (len(FIRST_TOKEN_BUCKETS_S) - 1), 2]),
 )
 
 
@@ -66,7 +72,13 @@ def samples(stub: StubGang) -> dict[str, float]:
         ("phalanx_forks_total", 17),
         ("phalanx_cached_blocks", 18),
         ("phalanx_rank_bad_messages_total", 19),
+        ("phalanx_aborts_total", 20),
+        ("phalanx_batched_tokens_total", 21),
+        ("phalanx_attention_pairs_total", 22),
+        ("phalanx_max_seqlen_k", 23),
+        ("phalanx_min_seqlen_k", 24),
         ("phalanx_ballot_seconds_count", 2),
+        ("phalanx_first_token_seconds_count", 3),
     ],
 )
 def test_a_report_is_shown(name: str, value: float) -> None:

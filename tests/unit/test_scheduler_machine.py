@@ -1,5 +1,5 @@
-"""Random worlds: whatever arrives, leaves, forks or is paused in whatever pool, every request ends with the right tokens,
-every block comes home, and nobody starves.
+"""Random worlds: whatever arrives, leaves, forks or is paused in whatever pool, every request ends with the right
+tokens, every block comes home, and nobody starves.
 """
 
 from typing import Any
