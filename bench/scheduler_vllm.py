@@ -3,7 +3,7 @@
 Started as a script, isolated (`python -I`) so that nothing of this checkout shadows a package of vLLM's environment,
 with an empty folder for a model's configuration. Its first line says which vLLM this is. Then it reads one JSON call a
 line, `[handle, method, arguments]`, and answers with `{"result": ...}` or `{"error": ...}` until its input ends. The
-methods do what those of `bench.scheduler.OurScheduler` do.
+methods do what those of `bench.schedulers.OurScheduler` do.
 """
 
 import gc

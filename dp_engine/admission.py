@@ -47,7 +47,14 @@ def read_request(request: Add, config: EngineConfig, max_model_len: int, num_blo
 
 def prompt_limit(config: EngineConfig, max_model_len: int) -> int:
     """Longest prompt: a step has to take it whole unless it may be split (DeepInfer's rule)."""
-    return max_model_len if config.chunked_prefill else min(max_model_len, config.max_num_batched_tokens)
+    return max_model_len if config.chunked_prefill else min(max_model_len, step_budget(config))
+
+
+def step_budget(config: EngineConfig) -> int:
+    """Most prompt tokens of one step."""
+    if config.policy == "unified":
+        return min(config.max_num_scheduled_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
+    return config.max_num_batched_tokens // config.cp_alignment * config.cp_alignment
 
 
 def _check_length(length: int, stop_len: int, max_tokens: int, config: EngineConfig, max_model_len: int) -> None:
@@ -59,7 +66,7 @@ def _check_length(length: int, stop_len: int, max_tokens: int, config: EngineCon
     if length > prompt_limit(config, max_model_len):
         raise Refused(
             f"a prompt of {length} tokens exceeds the token budget of a step "
-            f"({config.max_num_batched_tokens}) and chunked prefill is off"
+            f"({step_budget(config)}) and chunked prefill is off"
         )
     limit = config.prefill_max_sum_seqlen_k
     if limit is not None and config.policy == "phased" and stop_len > limit:
@@ -72,10 +79,7 @@ def _check_marks(request: Add, config: EngineConfig) -> None:
         raise Refused("chunk_checkpoints and spans need the phased policy")
     if request.chunk_checkpoints and not config.chunked_prefill:
         raise Refused("chunk_checkpoints need chunked prefill")
-    end = 0
-    budget = config.max_num_batched_tokens // (2 * config.cp_size) * 2 * config.cp_size if config.cp_size > 1 else (
-        config.max_num_batched_tokens
-    )  # fmt: skip
+    end, budget = 0, step_budget(config)
     for start, stop in request.spans:
         if not end <= start < stop <= len(request.prompt):
             raise Refused(f"span [{start}, {stop}) is out of order or outside the prompt")

@@ -64,10 +64,8 @@ class BlockPool:
         """Take `count` blocks, int32 [count], each with one reference and no name."""
         if count > self.num_free:
             raise RuntimeError(f"block pool: {count} blocks wanted, {self.num_free} free")
-        while self._num_unnamed < count:
-            block, _ = self._cached.popitem(last=False)
-            self._unname(block)
-            self._append(np.array([block], np.int32))
+        if self._num_unnamed < count:
+            self._evict(count - self._num_unnamed)
         first, end = self._head, self._head + count
         blocks = self._unnamed[first:end].copy() if end <= self.capacity else self._unnamed.take(
             np.arange(first, end), mode="wrap"
@@ -156,17 +154,25 @@ class BlockPool:
         if sorted([*self._block_of.values(), *copies]) != sorted(self._key_of):
             raise RuntimeError("block pool: names and blocks do not match")
 
+    def _evict(self, count: int) -> None:
+        """The free blocks longest unused lose their names."""
+        evicted = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        for block in evicted:
+            self._unname(block)
+        self._append(np.array(evicted, np.int32))
+
     def _unname(self, block: int) -> None:
         key = self._key_of.pop(block)
-        copies = self._copies_of.get(key, [])
-        if self._block_of[key] != block:
-            copies.remove(block)
-        elif copies:
+        copies = self._copies_of.get(key)
+        if copies is None:
+            del self._block_of[key]
+            return
+        if self._block_of[key] == block:
             self._block_of[key] = copies.pop(0)
         else:
-            del self._block_of[key]
+            copies.remove(block)
         if not copies:
-            self._copies_of.pop(key, None)
+            del self._copies_of[key]
 
     def _append(self, blocks: np.ndarray) -> None:
         count = len(blocks)

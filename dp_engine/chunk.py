@@ -5,15 +5,12 @@ from dp_engine.sequence import Sequence
 
 
 class Chunker:
-    """Budget with context-parallel alignment, checkpoints, image spans, smallest chunk.
-
-    alignment: chunks are charged, and the budget is cut, in multiples of 2 * cp_size (1 without context parallelism):
-    the zigzag split gives every rank a piece from the front and one from the back.
-    """
+    """Budget with context-parallel alignment (chunks are charged, and the budget is cut, in multiples of it),
+    checkpoints, image spans, smallest chunk."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._budget = config.max_num_batched_tokens
-        self._alignment = 2 * config.cp_size if config.cp_size > 1 else 1
+        self._alignment = config.cp_alignment
         self._smallest = max(config.lookahead_tokens, 1)
 
     def charge(self, seqlen_q: int) -> int:

@@ -118,6 +118,12 @@ class EngineConfig(BaseModel):
     draft_ngram_min: int = Field(2, ge=1, description="Shortest run that is looked up.")
     clip_drafts: bool = Field(True, description="No draft beyond the token budget or the end of the sequence.")
 
+    @property
+    def cp_alignment(self) -> int:
+        """Prefill chunks come in multiples of this (DeepInfer): the zigzag split over context-parallel ranks gives each
+        of them a piece from the front and one from the back."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
+
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, data: Any) -> Any:
@@ -142,8 +148,6 @@ class EngineConfig(BaseModel):
             raise ValueError("admission full reserves no room for drafts beyond a sequence's end: it needs clip_drafts")
         if self.draft_ngram_min > self.draft_ngram_max:
             raise ValueError("draft_ngram_min is above draft_ngram_max")
-        if self.lookahead_tokens > self.max_num_batched_tokens:
-            raise ValueError("lookahead_tokens is above max_num_batched_tokens, so no chunk would ever fit")
-        if self.cp_size > 1 and self.max_num_batched_tokens < 2 * self.cp_size:
-            raise ValueError("max_num_batched_tokens is below 2 * cp_size, so no chunk would ever fit")
+        if self.max_num_batched_tokens // self.cp_alignment * self.cp_alignment < max(self.lookahead_tokens, 1):
+            raise ValueError("max_num_batched_tokens is below 2 * cp_size or lookahead_tokens: no chunk would ever fit")
         return self

@@ -129,7 +129,7 @@ class Engine:
         try:
             tokens = self._worker.result()
         except CollectiveFailed as error:
-            self._protocol.broken(error, str(error))
+            self._protocol.broken(error, str(error), step)
         output = self._scheduler.settle(tokens)
         self._counters.count_output(output)
         return step, output

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dp_engine.admission import prompt_limit
 from dp_engine.blocks import Admission
 from dp_engine.chunk import Chunker
 from dp_engine.config import EngineConfig
@@ -32,7 +31,6 @@ class PhasedScheduler(Scheduler):
         super().__init__(config, num_blocks, max_model_len, eos_token_ids, wake)
         self.cleared: list[Sequence] = []  # dropped from `running` by the last plan
         self._chunker = Chunker(config)
-        self._prompt_limit = prompt_limit(config, max_model_len)
         self._headroom = 0 if config.admission == "full" else config.decode_headroom
         self._lazy = config.release == "next_decode"
         self._num_dead = 0  # lazy: ended sequences still in `waiting`

@@ -20,6 +20,8 @@ def next_key(parent: bytes, content: bytes) -> bytes:
 def extend_keys(keys: list[bytes], root: bytes, tokens: np.ndarray, num_blocks: int, block_size: int) -> None:
     """Name the blocks up to `num_blocks`: key i = H(key i-1, tokens of block i). tokens: int32, at least that many."""
     parent = keys[-1] if keys else root
-    for index in range(len(keys), num_blocks):
-        parent = next_key(parent, tokens[index * block_size : (index + 1) * block_size].tobytes())
+    content = tokens[len(keys) * block_size : num_blocks * block_size].tobytes()
+    width = 4 * block_size
+    for start in range(0, len(content), width):
+        parent = next_key(parent, content[start : start + width])
         keys.append(parent)

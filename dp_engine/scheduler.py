@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dp_engine.admission import Refused, read_request
+from dp_engine.admission import Refused, prompt_limit, read_request
 from dp_engine.batch import Batch
 from dp_engine.config import EngineConfig
 from dp_engine.drafts import propose
@@ -88,6 +88,7 @@ class Scheduler(ABC):
         self.prompted: deque[Sequence] = deque()
         self.propose: Proposer = self._look_up
         self._config = config
+        self._prompt_limit = prompt_limit(config, max_model_len)
         self._eos = sorted(eos_token_ids)
         self._by_id: dict[int, Sequence] = {}
         self._branches: dict[int, list[Sequence]] = {}  # forks that wait for their parent's prompt, by parent
@@ -282,7 +283,8 @@ class Scheduler(ABC):
         self.counters.preemptions += 1
         limit = self._config.max_preemptions
         spent = limit is not None and seq.preemptions >= limit
-        if self._config.preemption == "terminate" or seq.structured or spent:
+        too_long = self._config.refusal == "at_once" and self.resources.length(seq) > self._prompt_limit
+        if self._config.preemption == "terminate" or seq.structured or spent or too_long:
             self.unreported.append(seq)
             self._end(seq, Status.PREEMPTED)
             return False

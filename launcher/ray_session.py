@@ -42,7 +42,7 @@ class RaySession:
             options["address"] = self._config.address
         try:
             ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises bare ones too
             what = "start a local Ray" if self.local else f"join the Ray cluster at {self._config.address}"
             raise ConfigError(f"cannot {what}: {' '.join(str(error).split())[:400]}") from None
         return self

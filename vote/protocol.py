@@ -81,9 +81,13 @@ class StepProtocol:
             self.clock = self.clock.after(step_type)
         return agreement
 
-    def broken(self, error: Exception, what: str) -> NoReturn:
-        """Turn a failed data collective of the current step into an error that names the ranks that left."""
-        raise self._witness.broken(self._mark, what, error) from error
+    def broken(self, error: Exception, what: str, step: int | None = None) -> NoReturn:
+        """Turn a failed collective into an error that names the ranks that left. `step`: whose collective it was, if
+        not the step voted on last."""
+        broken = self._witness.broken(self._mark, what, error)
+        if step is not None:
+            broken.step = step
+        raise broken from error
 
     def _agreement(self, tally: Tally, step_type: StepType) -> Agreement:
         idle = step_type is StepType.IDLE

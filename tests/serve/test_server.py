@@ -1,10 +1,13 @@
-"""One real server of two ranks and real clients: answers, load, metrics, clients that leave, bad input, idleness."""
+"""Real servers of two ranks and real clients: answers, load, metrics, clients that leave, bad input, idleness, and what
+the schedulers do for them.
+"""
 
 import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -16,10 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.serve.server import Server, wait_until
 
 
+def total(server: Server, name: str) -> float:
+    """A metric, all ranks together."""
+    return sum(value for sample, value in server.metrics().items() if sample.startswith(name + "{"))
+
+
 def unfinished(server: Server) -> float:
-    metrics = server.metrics()
-    names = ("phalanx_requests_running{", "phalanx_requests_waiting{", "phalanx_requests_inflight{")
-    return sum(value for name, value in metrics.items() if name.startswith(names))
+    return sum(total(server, f"phalanx_requests_{state}") for state in ("running", "waiting", "inflight"))
 
 
 def assert_drained(server: Server) -> None:
@@ -170,3 +176,106 @@ def test_sleep_and_wake_up_never_lose_a_request(server: Server) -> None:
             assert client.post(f"{server.url}/v1/completions", json=body).status_code == 200
             time.sleep((i * 7 % 50) / 10_000)
     assert_drained(server)
+
+
+# ---- what the schedulers do
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def test_choices_of_one_prompt_share_its_kv(server: Server) -> None:
+    prompt, ask = list(range(40, 60)), {"ignore_eos": True}
+    alone = texts(server.complete(prompt, 12, **ask))
+    before = total(server, "phalanx_forks_total")
+    assert texts(server.complete(prompt, 12, n=3, **ask)) == alone * 3
+    wait_until(lambda: total(server, "phalanx_forks_total") == before + 2, 5, "two forks counted")
+    drawn = texts(server.complete(prompt, 12, n=3, temperature=1.0, seed=7, **ask))
+    assert drawn == [texts(server.complete(prompt, 12, temperature=1.0, seed=7 + k, **ask))[0] for k in range(3)]
+    assert_drained(server)
+
+
+def test_prefixes_are_shared_within_a_salt_until_they_are_forgotten(server: Server) -> None:
+    """The first two of a kind go to different ranks, so the third finds its 32 tokens (two blocks) wherever it goes."""
+    prompt = list(range(100, 140))
+    hits = [total(server, "phalanx_prefix_hit_tokens_total")]
+
+    def ask_thrice(**more: str) -> float:
+        """Tokens found."""
+        queries = total(server, "phalanx_prefix_query_tokens_total")
+        assert len({texts(server.complete(prompt, 8, ignore_eos=True, **more))[0] for _ in range(3)}) == 1
+        wait_until(lambda: total(server, "phalanx_prefix_query_tokens_total") == queries + 120, 5, "counted")
+        hits.append(total(server, "phalanx_prefix_hit_tokens_total"))
+        return hits[-1] - hits[-2]
+
+    assert ask_thrice() == 32
+    assert ask_thrice() == 96
+    assert ask_thrice(cache_salt="mine") == 32
+    assert server.post("/reset_prefix_cache", {}).status_code == 200
+    assert ask_thrice() == 32
+
+
+def test_a_pause_holds_requests_where_they_are(server: Server) -> None:
+    ask = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 480, "temperature": 0, "ignore_eos": True}
+    whole = texts(server.complete([5, 6, 7], 480, ignore_eos=True))
+    pieces: list[str] = []
+    started = threading.Event()
+
+    def read() -> None:
+        for event in server.stream("/v1/completions", ask):
+            pieces.append(event["choices"][0]["text"])
+            started.set()
+
+    sleeps = total(server, "phalanx_idle_sleeps_total")
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(read)
+        assert started.wait(10)
+        try:
+            assert server.post("/pause", {"mode": "all"}).json() == {"mode": "all"}
+            waiting = pool.submit(server.complete, [9, 9], 4)
+            wait_until(lambda: total(server, "phalanx_requests_waiting") == 1, 10, "one waits")
+            wait_until(lambda: total(server, "phalanx_idle_sleeps_total") > sleeps, 5, "the gang sleeps")
+            generated = total(server, "phalanx_generated_tokens_total")
+            time.sleep(0.5)
+            assert total(server, "phalanx_generated_tokens_total") == generated
+            assert total(server, "phalanx_requests_running") == 1
+            assert not running.done() and not waiting.done()
+            assert httpx.get(f"{server.url}/ready").json()["paused"] == "all"
+        finally:
+            assert server.post("/resume", {}).json() == {"mode": "none"}
+        assert waiting.result(20)["usage"]["completion_tokens"] == 4
+        running.result(20)
+    assert ["".join(pieces)] == whole
+    assert_drained(server)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sign"),
+    [
+        (
+            ("engine.overlap=true", "engine.num_draft_tokens=3", "engine.draft_ngram_min=1"),
+            'phalanx_accepted_draft_tokens_total{{rank="{rank}"}}',
+        ),
+        (("engine.policy=unified",), 'phalanx_steps_total{{rank="{rank}",type="mixed"}}'),
+    ],
+    ids=["overlap-drafts", "unified"],
+)
+def test_other_schedulers_give_the_same_texts(
+    server: Server, checkpoint: Path, settings: tuple[str, ...], sign: str
+) -> None:
+    """`sign`: what shows that it is another one."""
+    prompts = [[7, 9, 11] * 8, list(range(30, 75)), [300 - i for i in range(90)], [4]]
+    asks: list[dict[str, Any]] = [{}, {"n": 3}, {"temperature": 0.8, "seed": 5, "top_p": 0.9}]
+    jobs = [(prompt, ask | {"ignore_eos": True}) for prompt in prompts for ask in asks]
+
+    def answers(one: Server) -> list[list[str]]:
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            return list(pool.map(lambda job: texts(one.complete(job[0], 40, **job[1])), jobs))
+
+    with Server("--model", str(checkpoint), *(word for setting in settings for word in ("--set", setting))) as other:
+        assert answers(other) == answers(server)
+        assert_drained(other)
+        metrics = other.metrics()
+        assert sum(metrics[sign.format(rank=rank)] for rank in (0, 1)) > 0
+        assert total(other, "phalanx_forks_total") == 2 * 3  # a prompt of one token has nothing to share

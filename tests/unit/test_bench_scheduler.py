@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from bench import scheduler as bench
-from bench.scheduler import Cost, Driven, OurScheduler, Population, Request, Round, RunFailed
+from bench import schedulers
+from bench.scheduler import Cost, Driven, Population
+from bench.schedulers import OurScheduler, Request, Round, RunFailed
 
 POPULATION = Population(running=6, per_round=4, turnover=True, tokens_on_arrival=1)
 
@@ -163,7 +165,7 @@ for line in sys.stdin:
 def run_with_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, *more: str) -> int:
     path = tmp_path / "peer.py"
     path.write_text(script)
-    monkeypatch.setattr(bench, "PEER_SCRIPT", path)
+    monkeypatch.setattr(schedulers, "PEER_SCRIPT", path)
     arguments = ["--running", "4", "--steps", "2", "--repeat", "1", "--waiting", "0", "--vllm-python", sys.executable]
     return bench.main([*arguments, *more])
 

@@ -24,7 +24,7 @@ def configs(draw: Any, policy: str, overlap: bool) -> dict[str, Any]:
         "overlap": overlap,
         "num_blocks": draw(st.integers(8, 40)),
         "block_size": draw(st.sampled_from([1, 3, 4, 8])),
-        "max_num_batched_tokens": draw(st.sampled_from([5, 9, 16, 64] if chunked else [64])),
+        "max_num_batched_tokens": draw(st.sampled_from([5, 9, 16, 64] if chunked else [21, 64])),
         "chunked_prefill": chunked,
         "max_num_seqs": draw(st.integers(1, 6)),
         "prefix_cache": draw(st.booleans()),

@@ -12,7 +12,6 @@ from dp_engine.config import EngineConfig
 from dp_engine.ledger import blocks_for
 from dp_engine.messages import Add, Sampling
 from dp_engine.policies import make_scheduler
-from tests.scheduler_world import World
 from vote.config import VoteConfig
 from vote.decision import StepType
 from vote.group import SoloGroup
@@ -176,12 +175,7 @@ def test_differences_are_those_of_the_preset(heading: str, preset: str, policy: 
     assert vote == published_vote
 
 
-@pytest.mark.xfail(strict=True, reason="drafts that are not clipped are written behind the blocks of a reserved length")
-def test_unclipped_drafts_stay_within_a_reserved_length() -> None:
-    """Or the combination is refused."""
-    try:
-        world = World(num_blocks=40, block_size=4, admission="full", clip_drafts=False, num_draft_tokens=3)
-    except ValidationError:
-        return
-    world.add(1, [5, 6, 7, 5, 6, 7, 5, 6, 7], 11)
-    world.run()
+def test_unclipped_drafts_are_refused_where_the_whole_length_is_reserved() -> None:
+    """They would be written behind the reserved blocks."""
+    with pytest.raises(ValidationError, match="needs clip_drafts"):
+        EngineConfig(admission="full", clip_drafts=False, num_draft_tokens=3)

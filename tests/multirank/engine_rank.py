@@ -1,0 +1,121 @@
+"""A rank as `dp_engine.rank` puts it together, with a script in the place of the router.
+
+Free of `transformers`, whose import is most of a process's start.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import zmq
+
+from dp_engine.config import EngineConfig
+from dp_engine.engine import Engine, StepCounters
+from dp_engine.link import RankKeys
+from dp_engine.messages import Report
+from dp_engine.policies import make_scheduler
+from dp_engine.rank import run_rank
+from dp_engine.runner import ModelRunner
+from dp_engine.spec import RankSpec
+from dp_engine.worker import StepWorker, ThreadWorker
+from ep.config import ExpertConfig
+from ep.dispatch import CPU, make_dispatcher
+from ep.placement import ExpertPlacement
+from tests.scripted_link import Answer, Script, ScriptedLink
+from vote.config import VoteConfig
+from vote.errors import SettingsMismatch
+from vote.group import SoloGroup, TorchControlGroup
+from vote.protocol import StepProtocol
+from vote.witness import Witness
+
+NUM_EXPERTS = 8
+GROUP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a gang is asked to do, and its settings. Prefix blocks have 8 tokens unless `engine` says otherwise."""
+
+    script: Script
+    engine: Mapping[str, Any]
+    vote: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What a rank answered, its last report, and the data collectives it entered."""
+
+    answers: dict[int, Answer]
+    rejected: dict[int, str]
+    report: Report
+    num_collectives: int
+    turns: int
+
+
+def run_alone(directory: Path, run: Run) -> RankResult:
+    """A gang of one, in this process."""
+    return _run(directory, run, SoloGroup(), Witness(None, 0, 1), None)
+
+
+def run_all(rank: int, group: Any, directory: Path, runs: Mapping[Any, Run]) -> dict[Any, RankResult]:
+    """One rank of a gang (`tests.multirank.gang`): all runs, one after the other."""
+    store = dist.distributed_c10d._get_default_store()
+    witness = Witness(store, rank, group.size())
+    data = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    results = {}
+    for name, run in runs.items():
+        try:
+            results[name] = _run(directory, run, TorchControlGroup(group), witness, data)
+        except Exception as error:
+            witness.last_words(f"{name}: {error!r}")
+            raise RuntimeError(f"in run {name}") from error
+    return results
+
+
+def _run(directory: Path, run: Run, control: Any, witness: Witness, data: Any) -> RankResult:
+    config = EngineConfig(**{"block_size": 8, "num_blocks": 80, **run.engine})
+    placement = ExpertPlacement.contiguous(NUM_EXPERTS, control.size)
+    dispatcher = make_dispatcher("auto", placement, control.rank, data)
+    runner = ModelRunner.load(directory, config, placement, dispatcher, CPU, lambda line: None)
+    counters = StepCounters()
+    worker = ThreadWorker(runner, 1) if config.overlap else StepWorker(runner)
+    mixed = config.policy == "unified"
+    protocol = StepProtocol(
+        control, VoteConfig(**run.vote), witness, mixed=mixed,
+        count_collectives=lambda: worker.num_collectives, on_ballot=counters.count_ballot,
+    )  # fmt: skip
+    model = runner.model_config
+    scheduler = make_scheduler(config, runner.num_blocks, model.max_model_len, model.eos_token_ids)
+    link = ScriptedLink(run.script, control.rank)
+    Engine(link, protocol, scheduler, worker, counters, mixed=mixed, overlap=config.overlap).run()  # type: ignore[arg-type]
+    assert worker.num_collectives == runner.num_collectives, "stopped with a step in flight"
+    assert scheduler.num_unfinished == 0 and scheduler.pool.num_used == 0
+    scheduler.check_integrity()
+    return RankResult(link.answers(), link.rejected, link.reports[-1], runner.num_collectives, link.turn)
+
+
+def start(rank: int, group: Any, directory: Path, engines: Sequence[Mapping[str, Any]]) -> str:
+    """A whole rank, up to the comparison of the settings, which fails; there is no router at its endpoint. Returns the
+    error."""
+    (server, _), (public, secret) = zmq.curve_keypair(), zmq.curve_keypair()
+    spec = RankSpec(
+        rank=rank,
+        world_size=group.size(),
+        epoch=1,
+        router_endpoint="tcp://127.0.0.1:9",
+        keys=RankKeys("launch", server.decode(), public.decode(), secret.decode()),
+        model_dir=str(directory),
+        engine=EngineConfig(num_blocks=20, **engines[rank]),
+        vote=VoteConfig(),
+        experts=ExpertConfig(),
+        start_timeout_s=60.0,
+        threads=1,
+    )
+    try:
+        run_rank(spec, dist.distributed_c10d._get_default_store())
+    except SettingsMismatch as error:
+        return str(error)
+    raise AssertionError("the rank has served")

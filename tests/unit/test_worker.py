@@ -1,0 +1,105 @@
+"""Where steps are computed: when, in which thread, and what `num_collectives` says meanwhile."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dp_engine.worker import StepWorker, ThreadWorker
+from ep.dispatch import CollectiveFailed
+
+
+class FakeRunner:
+    """Computes by calling what it is given as a batch; four collectives a step."""
+
+    def __init__(self) -> None:
+        self.num_collectives = 8  # of the warm-up
+        self.computing = threading.Event()
+
+    def run(self, batch: Callable[[], Any]) -> np.ndarray:
+        self.num_collectives += 4
+        self.computing.set()
+        return np.array([batch()])
+
+
+Make = Callable[[FakeRunner], StepWorker]
+KINDS: dict[str, Make] = {
+    "same thread": lambda runner: StepWorker(runner),  # type: ignore[arg-type]
+    "own thread": lambda runner: ThreadWorker(runner, 1),  # type: ignore[arg-type]
+}
+every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
+
+def compute(worker: StepWorker, step: Callable[[], Any]) -> Any:
+    worker.submit(step)  # type: ignore[arg-type]
+    return worker.result()[0]
+
+
+@every_kind
+def test_results_come_in_the_order_of_the_steps(make: Make) -> None:
+    worker = make(FakeRunner())
+    assert [compute(worker, lambda number=number: number) for number in range(5)] == list(range(5))  # type: ignore[misc]
+
+
+@every_kind
+def test_collectives_count_when_their_step_is_settled(make: Make) -> None:
+    runner = FakeRunner()
+    worker = make(runner)
+    assert worker.num_collectives == 8
+    worker.submit(lambda: 0)  # type: ignore[arg-type]
+    if isinstance(worker, ThreadWorker):
+        assert runner.computing.wait(5)
+    assert worker.num_collectives == 8
+    worker.result()
+    assert worker.num_collectives == runner.num_collectives == 12
+
+
+@every_kind
+@pytest.mark.parametrize("error", [CollectiveFailed("the dispatch of layer 1"), ValueError("no such thing")])
+def test_what_a_step_raises_comes_out_and_others_follow(make: Make, error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    worker = make(FakeRunner())
+    with pytest.raises(type(error)) as caught:
+        compute(worker, fail)
+    assert caught.value is error
+    assert compute(worker, lambda: 7) == 7
+
+
+@every_kind
+def test_a_result_needs_a_step(make: Make) -> None:
+    with pytest.raises(AssertionError, match="submit comes first"):
+        make(FakeRunner()).result()
+
+
+def test_without_overlap_a_step_is_computed_when_its_result_is_wanted() -> None:
+    runner = FakeRunner()
+    worker = StepWorker(runner)  # type: ignore[arg-type]
+    worker.submit(threading.get_ident)  # type: ignore[arg-type]
+    assert not runner.computing.is_set()
+    assert worker.result()[0] == threading.get_ident()
+
+
+def test_with_overlap_a_step_is_computed_while_nobody_waits_for_it() -> None:
+    """In one thread for all steps, with its own number of torch threads."""
+    threads = torch.get_num_threads()
+    worker = ThreadWorker(FakeRunner(), threads + 1)  # type: ignore[arg-type]
+    go_on = threading.Event()
+    started = threading.Event()
+
+    def step() -> int:
+        started.set()
+        assert go_on.wait(5)
+        return threading.get_ident()
+
+    worker.submit(step)  # type: ignore[arg-type]
+    assert started.wait(5)
+    go_on.set()
+    thread = worker.result()[0]
+    assert thread != threading.get_ident()
+    assert compute(worker, threading.get_ident) == thread
+    assert (compute(worker, torch.get_num_threads), torch.get_num_threads()) == (threads + 1, threads)
