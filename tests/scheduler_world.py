@@ -9,12 +9,15 @@ import numpy as np
 
 from dp_engine.batch import Batch
 from dp_engine.config import EngineConfig
+from dp_engine.ledger import Ledgers
 from dp_engine.messages import Add, Sampling
 from dp_engine.policies import make_scheduler
 from dp_engine.scheduler import Scheduler, StepOutput
+from dp_engine.sequence import Sequence
 from vote.decision import StepType
 
 EOS = 2
+WRONG = 9  # a draft that the model never says
 
 
 def next_token(context: list[int]) -> int:
@@ -37,12 +40,16 @@ def prompt_of(request_id: int, length: int) -> list[int]:
 class World:
     """Arrivals and steps of one rank. With overlap, a step is settled when the one after it has been planned."""
 
-    def __init__(self, num_blocks: int = 257, max_model_len: int = 512, **config: Any) -> None:
+    def __init__(
+        self, num_blocks: int = 257, max_model_len: int = 512, eos_token_ids: tuple[int, ...] = (EOS,), **config: Any
+    ) -> None:
         self.config = EngineConfig(**config)
-        self.scheduler: Scheduler = make_scheduler(self.config, num_blocks, max_model_len, eos_token_ids=[EOS])
+        self.scheduler: Scheduler = make_scheduler(self.config, num_blocks, max_model_len, eos_token_ids)
         self.outputs: dict[int, list[int]] = defaultdict(list)
         self.finished: dict[int, str] = {}
         self.steps: list[tuple[StepType, list[int]]] = []  # that computed something
+        self.ran: list[list[tuple[int, int]]] = []  # of the same steps: requests and their query lengths
+        self.noted: list[StepOutput] = []
         self.cache: dict[int, int] = {}  # slot -> token whose KV it holds
         self.state: dict[int, int] = {}  # state slot -> tokens it has seen
         self.pending: np.ndarray | None = None  # result of the step in flight
@@ -77,10 +84,16 @@ class World:
         batch = scheduler.batch()
         self.pending = self.model(batch)
         self.steps.append((step_type, batch.seqlens_q.tolist()))
+        self.ran.append(list(zip(self.in_flight(), batch.seqlens_q.tolist(), strict=True)))
         if not self.config.overlap:
             self.settle()
         scheduler.check_integrity()
         return batch
+
+    def in_flight(self) -> list[int]:
+        """Requests of the step in flight, in order."""
+        step = self.scheduler._in_flight
+        return [] if step is None else self.scheduler.ledgers.request_id[step.rows].tolist()
 
     def settle(self) -> None:
         if self.pending is not None:
@@ -88,6 +101,7 @@ class World:
             self.note(self.scheduler.settle(tokens))
 
     def note(self, output: StepOutput) -> None:
+        self.noted.append(output)
         for request_id, token in zip(output.request_ids, output.tokens, strict=True):
             assert request_id not in self.finished, "a token after the end"
             self.outputs[request_id].append(token)
@@ -135,6 +149,49 @@ class World:
         if length > seqlen_q and not drafts and not self.config.num_draft_tokens and not self.config.prefix_cache:
             assert self.state[slot] in (length - seqlen_q, length - seqlen_q + 1)
         self.state[slot] = length
+
+    # ---- what tests ask
+
+    def scheduled(self, step_type: StepType | None = None) -> list[tuple[int, int]]:
+        """One step; which requests ran in it, in order, with their query lengths."""
+        return self.ran[-1] if self.step(step_type) is not None else []
+
+    def prefill(self) -> list[tuple[int, int]]:
+        return self.scheduled(StepType.PREFILL)
+
+    def decode(self) -> list[tuple[int, int]]:
+        return self.scheduled(StepType.DECODE)
+
+    def seq(self, request_id: int) -> Sequence:
+        return self.scheduler._by_id[request_id]
+
+    def blocks(self, request_id: int) -> list[int]:
+        seq = self.seq(request_id)
+        return self.scheduler.ledgers.blocks_of(seq.row).tolist() if seq.has_row else []
+
+    def computed(self, request_id: int) -> int:
+        seq = self.seq(request_id)
+        return int(self.scheduler.ledgers.num_tokens[seq.row]) if seq.has_row else 0
+
+    def waiting(self) -> list[int]:
+        return [seq.request_id for seq in self.scheduler.waiting]
+
+    def running(self) -> list[int]:
+        return self.scheduler.ledgers.request_id[self.scheduler.running].tolist()
+
+    def guess(self, right: int) -> None:
+        """From now on as many drafts as are allowed, of which the first `right` are what the model will say."""
+
+        def propose(ledgers: Ledgers, rows: np.ndarray, limits: np.ndarray) -> np.ndarray:
+            for row, limit in zip(rows.tolist(), limits.tolist(), strict=True):
+                context = ledgers.tokens[row, : ledgers.length[row]].tolist()
+                for number in range(limit):
+                    token = self.answer(context)
+                    ledgers.tokens[row, len(context)] = token if number < right else WRONG
+                    context.append(token)
+            return limits
+
+        self.scheduler.propose = propose
 
     def run(self, limit: int = 3000) -> None:
         """Until nothing is left; checks that everything has come home."""
