@@ -29,7 +29,7 @@ class Chunker:
             chunk = checkpoint - done
         if chunk < rest:
             chunk = self._outside_spans(seq, done, chunk, used, first)
-        return chunk if chunk >= smallest else 0
+        return chunk if chunk >= smallest or first else 0  # alone, a span may leave less than the smallest chunk
 
     def _outside_spans(self, seq: Sequence, done: int, chunk: int, used: int, first: bool) -> int:
         """Shrink to before a span that the boundary would cut; alone in the batch, take the whole span if that leaves

@@ -142,6 +142,10 @@ class EngineConfig(BaseModel):
             raise ValueError("role prefill or decode needs the phased policy")
         if self.num_state_slots is not None and self.prefix_cache:
             raise ValueError("a cached prefix has no state: num_state_slots needs prefix_cache off")
+        if self.role == "prefill" and self.release == "next_decode":
+            raise ValueError("role prefill never decodes: it needs release at settlement")
+        if self.policy == "unified" and self.refusal == "at_prefill":
+            raise ValueError("refusal at_prefill needs the phased policy")
         if self.overlap and self.release == "next_decode":
             raise ValueError("overlap needs release at settlement")
         if self.admission == "full" and not self.clip_drafts:

@@ -32,6 +32,7 @@ class PhasedScheduler(Scheduler):
         self.cleared: list[Sequence] = []  # dropped from `running` by the last plan
         self._chunker = Chunker(config)
         self._headroom = 0 if config.admission == "full" else config.decode_headroom
+        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)  # a decode step takes all of them
         self._lazy = config.release == "next_decode"
         self._num_dead = 0  # lazy: ended sequences still in `waiting`
         self._wanted = False  # what the last `facts` said
@@ -70,9 +71,9 @@ class PhasedScheduler(Scheduler):
         above = np.float32(1 - pool.num_free / pool.num_blocks) > np.float32(config.kv_watermark)
         if config.want == "head":
             return idle or not above
-        if len(self.running) >= config.max_num_seqs:
+        if len(self.running) >= self._max_running:
             return False
-        if idle and self._in_flight is None and not self.prompted:
+        if idle and not self._flying and not self.prompted:
             return True  # `add` let in nothing that an otherwise empty rank cannot hold
         if head.has_row and not head.forked:
             return idle or not above
@@ -99,7 +100,7 @@ class PhasedScheduler(Scheduler):
             if not self._head_may_run() or not self._may_start(seq, bool(rows)):
                 break
             length = self.resources.length(seq)
-            if len(self.running) + len(rows) + 1 > config.max_num_seqs:
+            if len(self.running) + len(rows) + 1 > self._max_running:
                 break
             if config.prefill_max_sum_seqlen_k is not None and sum_k + length > config.prefill_max_sum_seqlen_k:
                 break
@@ -114,7 +115,6 @@ class PhasedScheduler(Scheduler):
             rows.append(seq.row)
             lengths.append(seqlen_q)
             seq.checkpoints = tuple(mark for mark in seq.checkpoints if mark > done + seqlen_q)
-            self.counters.prompt_tokens += seqlen_q
             if whole:
                 self.waiting.remove(seq)
                 seq.status = Status.RUNNING
@@ -140,7 +140,7 @@ class PhasedScheduler(Scheduler):
         if not seq.status.finished:
             if self._config.refusal == "at_once" or not seq.schedulable or seq.has_row:
                 return False
-            never = self.resources.can_start(seq) is Admission.NEVER
+            never = self._admission(seq) is Admission.NEVER
             if len(seq.tokens) <= self._prompt_limit and not never:
                 return False
             self._end_in_place(seq, Status.IGNORED)
@@ -150,7 +150,7 @@ class PhasedScheduler(Scheduler):
     def _may_start(self, seq: Sequence, batched: bool) -> bool:
         if (seq.has_row and not seq.forked) or self._fits(seq):
             return True
-        if batched or len(self.running) or self._in_flight is not None or not self._config.watermark_escape:
+        if batched or len(self.running) or self._flying or not self._config.watermark_escape:
             return False
         self._reclaim(seq)
         return self._fits(seq)
@@ -169,10 +169,7 @@ class PhasedScheduler(Scheduler):
             return
         finished = self._clear_finished()
         self._sweep_waiting()
-        self._admit_prompted()
-        if self.prompted and not len(self.running) and self._in_flight is None and self.paused == "none":
-            self._reclaim(self.prompted[0])
-            self._admit_prompted()
+        self._admit_prompted(self._max_running)
         self._planned = self._plan_decode()
         for seq in finished:
             self.resources.release(seq)
@@ -187,7 +184,7 @@ class PhasedScheduler(Scheduler):
         if change.any() or self._headroom:
             grow = int(np.maximum(change, 0).sum())
             short = grow + (self._headroom if len(order) else 0) > self.pool.num_free
-            if short and self._in_flight is not None:
+            if short and self._flying:
                 self._put_off = StepType.DECODE
                 return None
             if short:
@@ -197,21 +194,21 @@ class PhasedScheduler(Scheduler):
         order, drafts = order[::-1], drafts[::-1]  # the youngest first
         by_length = np.argsort(-self._ahead(led.length, order), kind="stable")
         order, drafts = order[by_length], drafts[by_length]
-        if self._in_flight is None:
+        if not self._flying:
             self.running = order
-        due = self._in_flight is not None and bool(drafts.any())
+        due = self._flying and bool(drafts.any())
         return Step(StepType.DECODE, order, 1 + drafts, drafts, np.ones(len(order), np.bool_), due)
 
     def _ahead(self, lengths: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """A ledger's lengths of these rows, with all that the step in flight may commit."""
-        return lengths[rows] if self._in_flight is None else lengths[rows] + self.ledgers.inflight[rows]
+        return lengths[rows] + self.ledgers.inflight[rows] if self._flying else lengths[rows]
 
     def _drafts(self, rows: np.ndarray) -> np.ndarray:
         """Drafts per row; upper bounds while a step is in flight."""
         if not self._config.num_draft_tokens:
             return np.zeros(len(rows), np.int32)
         limits = self._draft_limits(rows, self._config.max_num_batched_tokens - len(rows))
-        return limits if self._in_flight is not None else self.propose(self.ledgers, rows, limits)
+        return limits if self._flying else self.propose(self.ledgers, rows, limits)
 
     def _blocks_needed(self, rows: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """ceil((L + I + D) / P): committed, in flight, drafts; or what was reserved for the whole length."""
@@ -267,7 +264,7 @@ class PhasedScheduler(Scheduler):
         if not self._lazy or seq is None or not (seq.status is Status.RUNNING or seq in self.waiting):
             super().abort(request_id, status)
             return
-        self.counters.aborted += 1
+        self.counters.aborted += status is Status.ABORTED
         self._num_dead += seq in self.waiting
         self._end_in_place(seq, status)
 

@@ -12,16 +12,11 @@ def root_key(generation: int, salt: str) -> bytes:
     return blake2b(f"{generation}:{salt}".encode(), digest_size=KEY_BYTES).digest()
 
 
-def next_key(parent: bytes, content: bytes) -> bytes:
-    """The name of a block with these tokens (int32 bytes) behind a block, or a root, of that name."""
-    return blake2b(parent + content, digest_size=KEY_BYTES).digest()
-
-
 def extend_keys(keys: list[bytes], root: bytes, tokens: np.ndarray, num_blocks: int, block_size: int) -> None:
     """Name the blocks up to `num_blocks`: key i = H(key i-1, tokens of block i). tokens: int32, at least that many."""
     parent = keys[-1] if keys else root
     content = tokens[len(keys) * block_size : num_blocks * block_size].tobytes()
     width = 4 * block_size
     for start in range(0, len(content), width):
-        parent = next_key(parent, content[start : start + width])
+        parent = blake2b(parent + content[start : start + width], digest_size=KEY_BYTES).digest()
         keys.append(parent)

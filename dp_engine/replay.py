@@ -251,6 +251,8 @@ def first_difference(trace: Trace, records: Seq[Seq[Record]]) -> str | None:
 
 def replay(trace: Trace) -> list[list[Record]]:
     """Records of every rank; the ranks of a phased trace vote over a simulated group."""
+    if len(trace["expected"]) != len(trace["events"]):
+        raise ValueError(f"{len(trace['expected'])} steps are recorded, {len(trace['events'])} have events")
     if "ranks" not in trace:
         return [replay_unified(trace)]
     size = trace["ranks"]

@@ -5,7 +5,7 @@ import numpy as np
 from dp_engine.blocks import NULL_BLOCK, Admission, BlockPool
 from dp_engine.config import EngineConfig
 from dp_engine.ledger import Ledgers
-from dp_engine.prefix import extend_keys, next_key, root_key
+from dp_engine.prefix import extend_keys, root_key
 from dp_engine.sequence import Sequence
 
 _NO_BLOCKS = np.zeros(0, np.int32)
@@ -21,7 +21,10 @@ class Resources:
     def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.slots = None if config.num_state_slots is None else BlockPool(config.num_state_slots)
-        self.ledgers = Ledgers(config.max_num_seqs + 1, max_model_len + 1 + config.num_draft_tokens, config.block_size)
+        longest = max_model_len + 2 * (
+            1 + config.num_draft_tokens
+        )  # in flight and planned, where drafts are not clipped
+        self.ledgers = Ledgers(config.max_num_seqs + 1, longest, config.block_size)
         self.hit_tokens = 0
         self.queried_tokens = 0
         self._hits_taken = 0
@@ -42,7 +45,8 @@ class Resources:
 
     def blocks_for_start(self, seq: Sequence, margin: int = 0) -> int:
         """Blocks to have when `seq` starts: for its present length and `margin` tokens, or for its whole length."""
-        return self.blocks_of_length(seq.stop_len if self._whole_length else self.length(seq) + margin)
+        length = seq.stop_len if self._whole_length else min(self.length(seq) + margin, seq.stop_len)
+        return self.blocks_of_length(length)
 
     def can_start(self, seq: Sequence, margin: int = 0) -> Admission:
         """Can a sequence that holds nothing of its own yet get its blocks and slot?"""
@@ -75,7 +79,7 @@ class Resources:
         if seq.keys_generation != self._generation:
             seq.keys, seq.keys_generation = [], self._generation
         most = (len(seq.tokens) - 1) // self._block_size
-        extend_keys(seq.keys, root_key(self._generation, seq.salt), seq.tokens, most, self._block_size)
+        self._extend_keys(seq, seq.tokens, most)
         return self.pool.find(seq.keys[:most])
 
     def start(self, seq: Sequence, num_blocks: int) -> int:
@@ -126,7 +130,9 @@ class Resources:
             return
         self.pool.free(self.ledgers.blocks_of(seq.row))
         if self.slots is not None:
-            self.slots.free(self.ledgers.state_slot[seq.row : seq.row + 1])
+            slot = self.ledgers.state_slot[seq.row : seq.row + 1]
+            self._state_copies = [(source, target) for source, target in self._state_copies if target != slot[0]]
+            self.slots.free(slot)
         self.ledgers.close(seq)
         seq.forked = False
 
@@ -147,11 +153,14 @@ class Resources:
         led.append_blocks(row, blocks)
         led.num_tokens[row] = shared
         led.num_named[row] = shared // self._block_size
+        child.keys, child.keys_generation = parent.keys[: shared // self._block_size], parent.keys_generation
         if self.slots is not None:
-            source = led.state_slot[parent.row : parent.row + 1].copy()
+            slot = int(led.state_slot[parent.row])
+            slot = next((source for source, target in self._state_copies if target == slot), slot)  # not cloned yet
+            source = np.array([slot], np.int32)
             self.slots.pin(source)
             led.state_slot[row] = self.slots.allocate(1)[0]
-            self._state_copies.append((int(source[0]), int(led.state_slot[row])))
+            self._state_copies.append((slot, int(led.state_slot[row])))
             self._sources.append((_NO_BLOCKS, source))
         child.forked = True
         return True
@@ -192,39 +201,26 @@ class Resources:
         """Make the blocks that `computed` tokens of each row fill findable by content."""
         if not self._prefix_cache:
             return
-        led, size = self.ledgers, self._block_size
-        full = computed // size
-        due = np.flatnonzero(full > led.num_named[rows])
+        led = self.ledgers
+        full = computed // self._block_size
+        due = (full > led.num_named[rows]).nonzero()[0]
         if not len(due):
             return
         rows, full = rows[due], full[due]
-        index = led.num_named[rows]
-        # The usual case is one block per row: the tokens of all of them are gathered at once.
-        content = led.tokens[rows[:, None], index[:, None] * size + np.arange(size)].tobytes()
-        width = 4 * size
-        blocks = led.block_table[rows, index].tolist()
-        names: list[bytes] = []
-        names_behind: list[bytes] = []  # of the further blocks, which `blocks` gets behind the first ones
-        for at, (row, first, end) in enumerate(zip(rows.tolist(), index.tolist(), full.tolist(), strict=True)):
-            keys = led.seq_of(row).keys
-            if len(keys) == first > 0:
-                keys.append(next_key(keys[-1], content[at * width : (at + 1) * width]))
-            else:
-                self._extend_keys(row, end)
-            names.append(keys[first])
-            if end > first + 1:
-                self._extend_keys(row, end)
-                blocks += led.block_table[row, first + 1 : end].tolist()
-                names_behind += keys[first + 1 : end]
-        self.pool.name(blocks, names + names_behind)
+        blocks: list[int] = []
+        keys: list[bytes] = []
+        for row, first, end in zip(rows.tolist(), led.num_named[rows].tolist(), full.tolist(), strict=True):
+            seq = led.seq_of(row)
+            self._extend_keys(seq, led.tokens[row], end)
+            blocks += led.block_table[row, first:end].tolist()
+            keys += seq.keys[first:end]
+        self.pool.name(blocks, keys)
         led.num_named[rows] = full
 
-    def _extend_keys(self, row: int, num_blocks: int) -> None:
-        seq = self.ledgers.seq_of(row)
-        if seq.keys_generation < 0:
-            seq.keys_generation = self._generation
-        root = root_key(seq.keys_generation, seq.salt)
-        extend_keys(seq.keys, root, self.ledgers.tokens[row], num_blocks, self._block_size)
+    def _extend_keys(self, seq: Sequence, tokens: np.ndarray, num_blocks: int) -> None:
+        if len(seq.keys) < num_blocks:
+            root = b"" if seq.keys else root_key(seq.keys_generation, seq.salt)
+            extend_keys(seq.keys, root, tokens, num_blocks, self._block_size)
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. What present sequences compute later can only be found by those of their own age."""

@@ -49,6 +49,10 @@ class ModelRunner:
                 f"engine.num_state_slots is {engine.num_state_slots}, but {config.model_type} keeps no state per "
                 "sequence; leave it out"
             )
+        if engine.num_draft_tokens and not engine.clip_drafts:
+            raise ModelConfigError(
+                "engine.clip_drafts is off: drafts would run past the model's last position; it is for replays only"
+            )
         if placement != dispatcher.placement or placement.num_logical != config.num_experts:
             raise ValueError(
                 f"the model has {config.num_experts} experts, the placement {placement.num_logical}, "

@@ -20,6 +20,7 @@ import numpy as np
 
 from dp_engine.admission import Refused, prompt_limit, read_request
 from dp_engine.batch import Batch
+from dp_engine.blocks import Admission
 from dp_engine.config import EngineConfig
 from dp_engine.drafts import propose
 from dp_engine.ledger import Ledgers, Step
@@ -94,6 +95,7 @@ class Scheduler(ABC):
         self._branches: dict[int, list[Sequence]] = {}  # forks that wait for their parent's prompt, by parent
         self._arrivals = 0
         self._planned: Step | None = None
+        self._promoted = 0  # sequences from `prompted` in the planned step: theirs is not a prompt token to compute
         self._put_off: StepType | None = None  # a plan that has to wait for the step in flight
         self._in_flight: Step | None = None
         self._deferred: list[Sequence] = []  # ended while in flight; hold their blocks until settlement
@@ -108,8 +110,8 @@ class Scheduler(ABC):
         seq = read_request(request, self._config, self.max_model_len, self.pool.capacity)
         self._arrivals += 1
         seq.number, seq.arrival = self._arrivals, time.monotonic()
-        self._by_id[seq.request_id] = seq
         parent = self._by_id.get(request.parent) if request.parent else None
+        self._by_id[seq.request_id] = seq
         if self._config.role == "decode":
             self.prompted.append(seq)  # its KV comes from the engine that prefilled it
         elif parent is None:
@@ -205,6 +207,11 @@ class Scheduler(ABC):
     def _facts(self, **more: bool) -> Facts:
         return Facts(wants_stop=self.wants_stop, wake=self.wake, **more)
 
+    @property
+    def _flying(self) -> bool:
+        """A step in flight computes something of this rank; a placeholder step binds nobody here."""
+        return self._in_flight is not None and len(self._in_flight.rows) > 0
+
     def _forks_to_come(self) -> bool:
         """The step in flight may compute the prompt that some forks wait for, and end their parent."""
         return self._in_flight is not None and bool(self._branches)
@@ -214,7 +221,7 @@ class Scheduler(ABC):
 
     def _continuing(self) -> np.ndarray:
         """Running rows but for those that the step in flight ends for certain."""
-        if self._in_flight is None:
+        if not self._flying:
             return self.running
         led = self.ledgers
         ending = (led.inflight[self.running] > 0) & (led.length[self.running] + 1 >= led.stop_len[self.running])
@@ -223,22 +230,26 @@ class Scheduler(ABC):
     def _start(self, seq: Sequence, num_blocks: int) -> None:
         """Give the head of `waiting` what it needs to run; its blocks are known to be there."""
         if seq.forked:
-            self.resources.own(seq, max(num_blocks, self.ledgers.num_blocks[seq.row]))
+            self.resources.own(seq, num_blocks)
         elif not seq.has_row:
             self.resources.start(seq, num_blocks)
         else:
             self.resources.append(seq.row, num_blocks - int(self.ledgers.num_blocks[seq.row]))
 
-    def _admit_prompted(self) -> None:
-        """Sequences whose prompt is computed start to run; a fork needs a slot and a block for that."""
-        while self.prompted and len(self.running) < self._config.max_num_seqs and self.paused == "none":
+    def _admit_prompted(self, max_running: int) -> None:
+        """Sequences whose prompt is computed start to run; a fork needs a block for that."""
+        while self.prompted and len(self.running) < max_running and self.paused == "none":
             seq = self.prompted[0]
             if not self._fits(seq):
-                return
+                if len(self.running) or self._flying:
+                    return
+                self._reclaim(seq)  # seq may wait for its prompt now
+                continue
             self.prompted.popleft()
             self._start(seq, self.resources.blocks_for_start(seq))
             self.ledgers.num_tokens[seq.row] = self.ledgers.length[seq.row] - 1
             seq.status = Status.RUNNING
+            self._promoted += 1
             self.running = np.append(self.running, np.int32(seq.row))
 
     def _reclaim(self, head: Sequence) -> None:
@@ -258,10 +269,12 @@ class Scheduler(ABC):
                 self.prompted.remove(head)
                 self.waiting.push(head)
 
-    def _fits(self, seq: Sequence) -> bool:
+    def _admission(self, seq: Sequence) -> Admission:
         """A preempted sequence starts only with some room more, so that it is not preempted again at once."""
-        margin = self._config.readmission_margin if seq.preemptions else 0
-        return self.resources.can_start(seq, margin).value == "ok"
+        return self.resources.can_start(seq, self._config.readmission_margin if seq.preemptions else 0)
+
+    def _fits(self, seq: Sequence) -> bool:
+        return self._admission(seq) is Admission.OK
 
     def _draft_limits(self, rows: np.ndarray, spare: int) -> np.ndarray:
         """Most drafts per row, int32: none beyond a sequence's end, and `spare` in all."""
@@ -279,7 +292,7 @@ class Scheduler(ABC):
 
         The caller takes its row out of `running`. Never called with a step in flight.
         """
-        assert self._in_flight is None
+        assert not self._flying
         self.counters.preemptions += 1
         limit = self._config.max_preemptions
         spent = limit is not None and seq.preemptions >= limit
@@ -351,12 +364,9 @@ class Scheduler(ABC):
         shared = int(differ[0]) if len(differ) else most
         ahead = shared < computed - 1 or self._in_flight is not None  # the parent's state has seen more than is shared
         stateful = self.resources.slots is not None
-        if (
-            shared == 0
-            or (stateful and ahead)
-            or parent.salt != child.salt
-            or not self.resources.fork(parent, child, shared)
-        ):
+        alone = shared == 0 or parent.salt != child.salt or (stateful and ahead)
+        alone |= not child.schedulable or self._config.role != "both"
+        if alone or not self.resources.fork(parent, child, shared):
             self.waiting.push(child)
             return
         self.counters.forks += 1
@@ -386,6 +396,10 @@ class Scheduler(ABC):
     def _issue(self, step: Step) -> None:
         """Advance optimistically: the step's tokens count as computed, its outputs as about to be committed."""
         led = self.ledgers
+        if step.step_type is not StepType.DECODE:
+            lacking = led.length[step.rows] - led.output_len[step.rows] - led.num_tokens[step.rows]
+            self.counters.prompt_tokens += int(np.clip(lacking, 0, step.seqlens_q).sum()) - self._promoted
+        self._promoted = 0
         led.num_tokens[step.rows] += step.seqlens_q
         led.inflight[step.rows] = (1 + step.num_drafts) * step.outputs  # none for a chunk
 

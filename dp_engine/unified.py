@@ -55,7 +55,7 @@ class UnifiedScheduler(Scheduler):
             drafts = self._drafts(rows, budget.inputs - int(lacking.sum()))
             preemptions = self.counters.preemptions
             at_once = self._serve_all(rows, lacking, drafts, budget)
-            if at_once is None and self._in_flight is not None:
+            if at_once is None and self._flying:
                 self._put_off = step_type
                 return
             served = [at_once or self._serve_in_turn(rows, lacking, drafts, budget)]
@@ -87,7 +87,7 @@ class UnifiedScheduler(Scheduler):
             led = self.ledgers
             decodes = np.flatnonzero(led.num_tokens[rows] >= led.length[rows] - 1)
             limits = self._draft_limits(rows[decodes], spare)
-            if self._in_flight is None:
+            if not self._flying:
                 limits = self.propose(led, rows[decodes], limits)
             drafts[decodes] = limits
         return drafts
@@ -182,7 +182,7 @@ class UnifiedScheduler(Scheduler):
         admitted = []
         first = len(self.running)
         if budget.left > 0:
-            self._admit_prompted()  # one token each, so that a step may exceed the budget by some forks
+            self._admit_prompted(min(self._config.max_num_seqs, first + budget.left))  # one token each
         for row in self.running[first:].tolist():
             budget.spend(1)
             admitted.append((row, 1))
@@ -201,7 +201,6 @@ class UnifiedScheduler(Scheduler):
             self.running = np.append(self.running, np.int32(seq.row))
             budget.spend(seqlen_q)
             admitted.append((seq.row, seqlen_q))
-            self.counters.prompt_tokens += seqlen_q
             if self._config.prefix_share == "scheduled":
                 self.resources.name_blocks(np.array([seq.row]), np.array([done + seqlen_q]))
         return admitted
@@ -209,7 +208,7 @@ class UnifiedScheduler(Scheduler):
     def _may_start(self, seq: Sequence) -> bool:
         if self._fits(seq):
             return True
-        if len(self.running) or self._in_flight is not None:
+        if len(self.running) or self._flying:
             return False
         self._reclaim(seq)
         return self._fits(seq)
@@ -230,5 +229,5 @@ class UnifiedScheduler(Scheduler):
         rows, seqlens_q, drafts = served[0] if len(served) == 1 else map(np.concatenate, zip(*served, strict=True))
         seqlens_q = seqlens_q + drafts
         outputs = led.num_tokens[rows] + seqlens_q >= led.length[rows]
-        due = self._in_flight is not None and self._config.num_draft_tokens > 0 and bool(drafts.any())
+        due = self._flying and self._config.num_draft_tokens > 0 and bool(drafts.any())
         return Step(step_type, rows, seqlens_q, drafts, outputs, due)

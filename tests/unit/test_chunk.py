@@ -187,7 +187,6 @@ def test_a_prefix_hit_that_ends_in_a_span_is_continued_to_its_end() -> None:
     assert [world.prefill() for _ in range(3)] == [[(2, 14)], [(2, 14)], []]
 
 
-@pytest.mark.xfail(strict=True, reason="neither refused nor ever scheduled")
 def test_a_span_that_needs_a_larger_chunk_than_the_budget_does_not_stop_the_queue() -> None:
     """2 tokens, fewer than the smallest chunk, and then a span of a whole budget."""
     assert sum(chunks(20, spans=((2, 10),), max_num_batched_tokens=8, lookahead_tokens=3)) == 20

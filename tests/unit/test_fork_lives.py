@@ -57,9 +57,9 @@ def test_full_admission_reserves_a_forks_whole_length(policy: str) -> None:
     ("policy", "overlap"),
     [
         ("phased", False),
-        pytest.param("phased", True, marks=pytest.mark.xfail(strict=True, reason="empty steps without end")),
-        pytest.param("unified", False, marks=pytest.mark.xfail(strict=True, reason="waits for ever")),
-        pytest.param("unified", True, marks=pytest.mark.xfail(strict=True, reason="waits for ever")),
+        ("phased", True),
+        ("unified", False),
+        ("unified", True),
     ],
 )
 def test_a_fork_that_is_in_its_own_way_starts_anew(policy: str, overlap: bool) -> None:
@@ -177,7 +177,6 @@ def test_abort_of_attached_forks(policy: str) -> None:
 # ---- roles
 
 
-@pytest.mark.xfail(strict=True, reason="prompted forks of a prefill engine never run and never end")
 def test_forks_end_on_a_prefill_engine_too() -> None:
     world = World(role="prefill", block_size=4, prefix_cache=False)
     world.add(1, PROMPT, 12)

@@ -53,7 +53,6 @@ def test_the_slot_a_clone_reads_lives_until_it_has_been_made(policy: str) -> Non
 
 
 @POLICIES
-@pytest.mark.xfail(strict=True, reason="the second copy reads the slot that the first one writes")
 def test_a_fork_of_a_fork_clones_a_state_that_is_there(policy: str) -> None:
     """Copies of one step are made at once, so none may read what another one writes."""
     world = parent(policy, num_state_slots=5)
@@ -67,7 +66,6 @@ def test_a_fork_of_a_fork_clones_a_state_that_is_there(policy: str) -> None:
 
 
 @POLICIES
-@pytest.mark.xfail(strict=True, reason="the copy for an aborted fork is made all the same")
 def test_no_two_states_are_cloned_into_one_slot(policy: str) -> None:
     world = World(policy=policy, block_size=4, prefix_cache=False, num_state_slots=4)
     for request_id in (1, 2):

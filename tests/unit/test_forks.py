@@ -197,7 +197,6 @@ def test_an_aborted_fork_leaves_its_parent_alone(policy: str) -> None:
 
 
 @POLICIES
-@pytest.mark.xfail(strict=True, reason="a prompted fork starts whether it is schedulable or not")
 def test_a_fork_that_is_not_schedulable_waits_until_it_is(policy: str) -> None:
     world = parent(policy)
     world.add(2, PROMPT, 12, parent=1, schedulable=False)
@@ -209,7 +208,6 @@ def test_a_fork_that_is_not_schedulable_waits_until_it_is(policy: str) -> None:
 
 
 @POLICIES
-@pytest.mark.xfail(strict=True, reason="waits for its own prompt for ever")
 def test_a_fork_of_itself_is_an_ordinary_request(policy: str) -> None:
     world = parent(policy)
     world.add(2, PROMPT, 12, parent=2)

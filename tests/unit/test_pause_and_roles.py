@@ -167,7 +167,6 @@ def test_a_prefill_engine_ends_every_request_with_its_first_token() -> None:
     assert {step_type for step_type, _ in world.steps} == {StepType.PREFILL}
 
 
-@pytest.mark.xfail(strict=True, reason="has no decode step, so nothing is ever released")
 def test_a_prefill_engine_that_releases_in_the_next_decode_is_refused_or_releases() -> None:
     try:
         world = World(role="prefill", release="next_decode")

@@ -114,7 +114,6 @@ def test_decode_headroom_wants_a_free_block_that_nobody_needs() -> None:
     assert len(world.outputs[1]) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="neither refused as a setting nor kept")
 def test_a_decode_batch_keeps_to_the_token_budget() -> None:
     """Drafts or not; with the sequence limit above it somebody has to wait for a turn."""
     world = World(max_num_seqs=8, max_num_batched_tokens=4)
@@ -199,7 +198,7 @@ def test_a_dead_head_does_not_veto(release: str, schedulable: bool) -> None:
 
 @pytest.mark.parametrize(
     "release",
-    ["settlement", pytest.param("next_decode", marks=pytest.mark.xfail(strict=True, reason="counted as aborted"))],
+    ["settlement", "next_decode"],
 )
 def test_a_request_that_could_not_be_prepared_is_no_abort(release: str) -> None:
     world = World(release=release)

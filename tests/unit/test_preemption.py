@@ -147,7 +147,7 @@ def test_a_preempted_sequence_gets_a_fresh_slot() -> None:
 @pytest.mark.parametrize("policy", ["phased", "unified"])
 @pytest.mark.parametrize(
     "margin",
-    [0, 1, 8, pytest.param(24, marks=pytest.mark.xfail(strict=True, reason="more than the pool has: waits for ever"))],
+    [0, 1, 8, 24],
 )
 def test_a_margin_asks_for_no_more_than_the_sequence_will_need(margin: int, policy: str) -> None:
     world = running(
@@ -165,7 +165,6 @@ def test_without_chunks_a_preempted_sequence_that_is_longer_than_a_step_ends() -
     assert world.finished == {1: PREEMPTED, 2: "length"}
 
 
-@pytest.mark.xfail(strict=True, reason="its length and the margin never fit: waits for ever, and all behind it")
 def test_with_refusal_at_prefill_a_sequence_ends_when_it_has_filled_the_pool() -> None:
     world = World(num_blocks=6, refusal="at_prefill", preemption="recompute", num_draft_tokens=3, **FULL)
     world.guess(right=0)

@@ -246,7 +246,6 @@ def test_a_chunk_from_before_a_reset_is_not_found_either(policy: str) -> None:
 
 
 @POLICIES
-@pytest.mark.xfail(strict=True, reason="a fork gets the names of the new generation for KV of the old one")
 def test_what_a_fork_of_a_sequence_from_before_a_reset_computes_is_never_found(policy: str) -> None:
     world = World(policy=policy, block_size=4)
     world.add(1, SHARED[:10], max_tokens=12)

@@ -267,16 +267,7 @@ def test_a_resubmitted_request_has_no_first_token(policy: str) -> None:
     assert output.request_ids == [1] and output.first_token_s == []
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "phased",
-        pytest.param(
-            "unified",
-            marks=pytest.mark.xfail(strict=True, reason="only the first chunk is counted"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("policy", ["phased", "unified"])
 def test_counters(policy: str) -> None:
     world = World(policy=policy, max_num_batched_tokens=16)
     world.add(1, 20, max_tokens=3)

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from dp_engine.scheduler import Refused
 from tests.scheduler_world import World, expected, prompt_of
 from vote.decision import StepType
 
@@ -314,7 +313,6 @@ def test_prefill_is_no_word_of_this_policy() -> None:
         unified().scheduler.try_prefill()
 
 
-@pytest.mark.xfail(strict=True, reason="forks are admitted one token each, whatever is left of the budget")
 def test_forks_do_not_push_a_step_over_the_token_budget() -> None:
     world = unified(4, max_num_batched_tokens=4)
     for request_id in range(2, 9):
@@ -323,16 +321,6 @@ def test_forks_do_not_push_a_step_over_the_token_budget() -> None:
         assert sum(length for _, length in world.scheduled()) <= 4
 
 
-@pytest.mark.xfail(strict=True, reason="blocks the queue for ever")
-def test_with_refusal_at_prefill_what_can_never_run_is_ignored_when_its_turn_comes() -> None:
-    world = unified(refusal="at_prefill", num_blocks=5)
-    world.add(1, 40)
-    world.add(2, 3)
-    world.run(50)
-    assert world.finished == {1: "prompt_length_exceeded", 2: "length"}
-
-
-def test_without_chunks_a_prompt_above_the_token_budget_is_refused() -> None:
-    world = unified(chunked_prefill=False, max_num_batched_tokens=12, max_num_scheduled_tokens=6)
-    with pytest.raises(Refused, match="chunked prefill is off"):
-        world.add(1, 10)
+def test_refusal_at_prefill_is_refused() -> None:
+    with pytest.raises(ValueError, match="refusal at_prefill needs the phased policy"):
+        unified(refusal="at_prefill", num_blocks=5)
