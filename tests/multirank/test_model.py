@@ -191,10 +191,15 @@ def test_placeholder_step_copies_blocks(checkpoints: dict[str, Path], prompts: l
 
 def test_state_is_refused(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ModelConfigError, match=r"num_state_slots is 8, but mixtral keeps no state per sequence"):
-        load(checkpoints["gqa"], 0, 1, None, num_state_slots=8)
+        load(checkpoints["gqa"], 0, 1, None, num_state_slots=8, prefix_cache=False)
     batch = replace(make_batch([], BLOCK), state_copies=np.array([[1, 2]]))
     with pytest.raises(ValueError, match="mixtral keeps no state per sequence"):
         load(checkpoints["gqa"], 0, 1, None).run(batch)
+
+
+def test_drafts_beyond_the_last_position_are_refused(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(ModelConfigError, match="drafts would run past the model's last position"):
+        load(checkpoints["gqa"], 0, 1, None, num_draft_tokens=2, clip_drafts=False)
 
 
 def test_sampled_tokens_repeat_whatever_runs_beside(checkpoints: dict[str, Path], prompts: list[list[int]]) -> None:
