@@ -4,6 +4,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from dp_engine.admission import Refused
 from dp_engine.batch import Batch, StepStats
 from dp_engine.link import Link
 from dp_engine.messages import (
@@ -23,7 +24,8 @@ from dp_engine.messages import (
     Wake,
     empty_histogram,
 )
-from dp_engine.scheduler import Refused, Scheduler, StepOutput
+from dp_engine.output import StepOutput
+from dp_engine.scheduler import Scheduler
 from dp_engine.worker import StepWorker
 from ep.dispatch import CollectiveFailed
 from vote.decision import StepType

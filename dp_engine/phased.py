@@ -272,8 +272,7 @@ class PhasedScheduler(Scheduler):
         """Ended, but where it was."""
         seq.status = status
         del self._by_id[seq.request_id]
-        if seq.request_id in self._branches:
-            self._orphan(seq)
+        self._orphan(seq)
 
     def _let_go(self, seq: Sequence) -> None:
         if self._lazy and seq.status in (Status.STOPPED, Status.LENGTH):

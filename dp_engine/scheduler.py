@@ -14,7 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,8 +22,10 @@ from dp_engine.batch import Batch
 from dp_engine.blocks import Admission
 from dp_engine.config import EngineConfig
 from dp_engine.drafts import propose
+from dp_engine.forks import Branches, common_prefix
 from dp_engine.ledger import Ledgers, Step
 from dp_engine.messages import Add, PauseMode
+from dp_engine.output import Counters, StepOutput
 from dp_engine.resources import Resources
 from dp_engine.sequence import Sequence, Status
 from dp_engine.settlement import commit
@@ -32,38 +33,10 @@ from dp_engine.waiting import FifoQueue, PriorityQueue
 from vote.ballot import Facts
 from vote.decision import StepType
 
-__all__ = ["Counters", "Refused", "Scheduler", "StepOutput"]
-
 NO_ROWS = np.zeros(0, np.int32)
 
 # Guesses for rows of the ledgers: (ledgers, rows, most per row) -> number per row, written behind each row's tokens.
 Proposer = Callable[[Ledgers, np.ndarray, np.ndarray], np.ndarray]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Cumulative since the engine's start."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    aborted: int = 0
-    forks: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What a step gave: tokens in order, each with its request, and the requests that ended with it.
-
-    first_token_s: seconds from arrival to first token, of the requests that got theirs.
-    """
-
-    request_ids: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    finished: list[tuple[int, str]] = field(default_factory=list)
-    first_token_s: list[float] = field(default_factory=list)
 
 
 class Scheduler(ABC):
@@ -92,7 +65,7 @@ class Scheduler(ABC):
         self._prompt_limit = prompt_limit(config, max_model_len)
         self._eos = sorted(eos_token_ids)
         self._by_id: dict[int, Sequence] = {}
-        self._branches: dict[int, list[Sequence]] = {}  # forks that wait for their parent's prompt, by parent
+        self._branches = Branches()
         self._arrivals = 0
         self._planned: Step | None = None
         self._promoted = 0  # sequences from `prompted` in the planned step: theirs is not a prompt token to compute
@@ -119,7 +92,7 @@ class Scheduler(ABC):
         elif parent.has_row and self._computed(parent) >= self.resources.length(parent) - 1:
             self._fork(parent, seq)
         else:
-            self._branches.setdefault(parent.request_id, []).append(seq)
+            self._branches.attach(parent, [seq])
 
     def abort(self, request_id: int, status: Status = Status.ABORTED) -> None:
         """Forget a request; unknown ids are ignored. O(1) for one that waits."""
@@ -318,8 +291,7 @@ class Scheduler(ABC):
     def _end(self, seq: Sequence, status: Status) -> None:
         seq.status = status
         del self._by_id[seq.request_id]
-        if seq.request_id in self._branches:
-            self._orphan(seq)
+        self._orphan(seq)
         self._let_go(seq)
 
     def _let_go(self, seq: Sequence) -> None:
@@ -357,11 +329,8 @@ class Scheduler(ABC):
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the parent's computed KV as far as both have the same tokens; all but the child's last token."""
-        led = self.ledgers
         computed = self._computed(parent)
-        most = min(computed, len(child.tokens) - 1, int(led.length[parent.row]))
-        differ = np.flatnonzero(led.tokens[parent.row, :most] != child.tokens[:most])
-        shared = int(differ[0]) if len(differ) else most
+        shared = common_prefix(self.ledgers, parent, child, computed)
         ahead = shared < computed - 1 or self._in_flight is not None  # the parent's state has seen more than is shared
         stateful = self.resources.slots is not None
         alone = shared == 0 or parent.salt != child.salt or (stateful and ahead)
@@ -377,19 +346,16 @@ class Scheduler(ABC):
 
     def _fork_branches(self, rows: np.ndarray) -> None:
         """The prompts of these rows are computed: their forks may start."""
-        for request_id in [i for i in self.ledgers.request_id[rows].tolist() if i in self._branches]:
+        for request_id in self._branches.parents_among(self.ledgers.request_id[rows].tolist()):
             parent = self._by_id[request_id]
-            for child in self._branches.pop(request_id):
-                if not child.status.finished:
-                    self._fork(parent, child)
+            for child in self._branches.take(parent):
+                self._fork(parent, child)
 
     def _orphan(self, parent: Sequence) -> None:
-        """The parent has gone before its prompt was computed: the first fork takes its place."""
-        children = [child for child in self._branches.pop(parent.request_id) if not child.status.finished]
-        if children:
+        """If the parent has gone before its prompt was computed, its first fork takes its place."""
+        if self._branches and (children := self._branches.take(parent)):
             self.waiting.push(children[0])
-            if children[1:]:
-                self._branches.setdefault(children[0].request_id, []).extend(children[1:])
+            self._branches.attach(children[0], children[1:])
 
     # ---- issuing and settling
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from dp_engine.admission import Refused
 from dp_engine.blocks import Admission
 from dp_engine.messages import Add, Sampling
-from dp_engine.scheduler import Refused
 from tests.scheduler_world import World, expected, prompt_of
 
 # ---- refused at once

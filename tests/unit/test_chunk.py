@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dp_engine.admission import Refused
 from dp_engine.chunk import Chunker
 from dp_engine.config import EngineConfig
 from dp_engine.messages import Sampling
-from dp_engine.scheduler import Refused
 from dp_engine.sequence import Sequence
 from tests.scheduler_world import World, expected, prompt_of
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from dp_engine.admission import Refused
 from dp_engine.messages import PauseMode
-from dp_engine.scheduler import Refused
 from tests.scheduler_world import EOS, World, expected, prompt_of
 from vote.decision import StepType
 

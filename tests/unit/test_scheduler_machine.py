@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from dp_engine.scheduler import Refused
+from dp_engine.admission import Refused
 from tests.scheduler_world import World, expected, prompt_of
 from vote.decision import StepType
 

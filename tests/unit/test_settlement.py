@@ -8,7 +8,7 @@ import pytest
 
 from dp_engine.batch import StepStats
 from dp_engine.messages import Add, Sampling
-from dp_engine.scheduler import StepOutput
+from dp_engine.output import StepOutput
 from dp_engine.sequence import FINISH_REASONS, Status
 from tests.scheduler_world import EOS, World, expected, prompt_of
 from vote.decision import StepType
