@@ -104,7 +104,7 @@ class PhasedScheduler(Scheduler):
                 break
             if config.prefill_max_sum_seqlen_k is not None and sum_k + length > config.prefill_max_sum_seqlen_k:
                 break
-            done = self._cached(seq)
+            done = self.resources.computed(seq)
             seqlen_q = self._chunker.seqlen_q(seq, done, length - done, used, first=not rows)
             if seqlen_q == 0 or (seqlen_q < length - done and not config.chunked_prefill):
                 break
@@ -128,12 +128,6 @@ class PhasedScheduler(Scheduler):
             outputs[-1] = False
         self.running = np.concatenate((self.running, taken[outputs]))
         return Step(StepType.PREFILL, taken, np.array(lengths, np.int32), np.zeros(len(rows), np.int32), outputs)
-
-    def _cached(self, seq: Sequence) -> int:
-        """Tokens of `seq` that need not be computed if it starts now."""
-        if seq.has_row:
-            return int(self.ledgers.num_tokens[seq.row])
-        return len(self.resources.match(seq)) * self._config.block_size
 
     def _ignore(self, seq: Sequence) -> bool:
         """Drop a head that has ended or can never run (the latter is refused on arrival unless `refusal` says so)."""

@@ -70,6 +70,12 @@ class Resources:
         """Committed tokens."""
         return int(self.ledgers.length[seq.row]) if seq.has_row else len(seq.tokens)
 
+    def computed(self, seq: Sequence) -> int:
+        """Tokens of `seq` that are computed, or, if it holds nothing yet, that the prefix cache has."""
+        if seq.has_row:
+            return int(self.ledgers.num_tokens[seq.row])
+        return len(self.match(seq)) * self._block_size
+
     def match(self, seq: Sequence) -> list[int]:
         """Blocks that hold a prefix of `seq`, which has no row. The last token is never among them: it has to be
         computed for the next one to be drawn.

@@ -103,9 +103,9 @@ class Scheduler(ABC):
         if status is not Status.ABORTED:
             self.unreported.append(seq)
         if seq.status is Status.RUNNING:
-            self._leave_running(seq)
+            self.running = self.running[self.running != seq.row]
         elif seq in self.waiting:
-            self._leave_waiting(seq)
+            self.waiting.remove(seq)
         elif seq in self.prompted:
             self.prompted.remove(seq)
         self._end(seq, status)
@@ -260,8 +260,8 @@ class Scheduler(ABC):
             np.minimum(most, np.maximum(spare - before, 0), out=most)
         return most
 
-    def _preempt(self, seq: Sequence) -> bool:
-        """Take a running sequence's blocks: it ends (False), or is computed again from the head of `waiting` (True).
+    def _preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks: it ends, or is computed again from the head of `waiting`.
 
         The caller takes its row out of `running`. Never called with a step in flight.
         """
@@ -273,20 +273,13 @@ class Scheduler(ABC):
         if self._config.preemption == "terminate" or seq.structured or spent or too_long:
             self.unreported.append(seq)
             self._end(seq, Status.PREEMPTED)
-            return False
+            return
         seq.preemptions += 1
         seq.status = Status.WAITING
         self.resources.release(seq)
         self.waiting.push_front(seq)
-        return True
 
     # ---- ends
-
-    def _leave_running(self, seq: Sequence) -> None:
-        self.running = self.running[self.running != seq.row]
-
-    def _leave_waiting(self, seq: Sequence) -> None:
-        self.waiting.remove(seq)
 
     def _end(self, seq: Sequence, status: Status) -> None:
         seq.status = status

@@ -9,6 +9,7 @@ import numpy as np
 from dp_engine.ledger import Step
 from dp_engine.scheduler import NO_ROWS, Scheduler
 from dp_engine.sequence import Sequence, Status
+from dp_engine.waiting import place
 from vote.ballot import Facts
 from vote.decision import StepType
 
@@ -168,11 +169,7 @@ class UnifiedScheduler(Scheduler):
     def _victim(self, running: list[int]) -> int:
         if self._config.order == "fcfs":
             return running[-1]
-        return max(running, key=lambda row: self._place(self.ledgers.seq_of(row)))
-
-    @staticmethod
-    def _place(seq: Sequence) -> tuple[int, int]:
-        return seq.priority, seq.number
+        return max(running, key=lambda row: place(self.ledgers.seq_of(row)))
 
     # ---- waiting
 
@@ -190,7 +187,7 @@ class UnifiedScheduler(Scheduler):
             seq = self.waiting.head
             if not self._may_start(seq):
                 break
-            done = self._cached(seq)
+            done = self.resources.computed(seq)
             lacking = int(self._capped(np.array([self.resources.length(seq) - done]))[0])
             seqlen_q = min(lacking, budget.left)
             if seqlen_q < lacking and not self._config.chunked_prefill:
@@ -212,11 +209,6 @@ class UnifiedScheduler(Scheduler):
             return False
         self._reclaim(seq)
         return self._fits(seq)
-
-    def _cached(self, seq: Sequence) -> int:
-        if seq.has_row:
-            return int(self.ledgers.num_tokens[seq.row])
-        return len(self.resources.match(seq)) * self._config.block_size
 
     def _first_blocks(self, seq: Sequence, end: int) -> int:
         whole = self._config.admission == "full" or seq.forked

@@ -51,10 +51,10 @@ class PriorityQueue:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(sorted(self._members.values(), key=_place))
+        return iter(sorted(self._members.values(), key=place))
 
     def __reversed__(self) -> Iterator[Sequence]:
-        return iter(sorted(self._members.values(), key=_place, reverse=True))
+        return iter(sorted(self._members.values(), key=place, reverse=True))
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq.number in self._members
@@ -68,16 +68,17 @@ class PriorityQueue:
     def push(self, seq: Sequence) -> None:
         if seq.number not in self._members:
             self._members[seq.number] = seq
-            heapq.heappush(self._heap, (*_place(seq), seq))
+            heapq.heappush(self._heap, (*place(seq), seq))
 
     push_front = push
 
     def remove(self, seq: Sequence) -> None:
         del self._members[seq.number]
         if len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [(*_place(member), member) for member in self._members.values()]
+            self._heap = [(*place(member), member) for member in self._members.values()]
             heapq.heapify(self._heap)
 
 
-def _place(seq: Sequence) -> tuple[int, int]:
+def place(seq: Sequence) -> tuple[int, int]:
+    """Order by priority, then by arrival; the greatest is the worst."""
     return seq.priority, seq.number
