@@ -51,20 +51,17 @@ class Resources:
     def can_start(self, seq: Sequence, margin: int = 0) -> Admission:
         """Can a sequence that holds nothing of its own yet get its blocks and slot?"""
         needed = self.blocks_for_start(seq, margin)
-        if needed > self.pool.capacity:
-            return Admission.NEVER
-        if seq.forked:
-            needed -= int(self.ledgers.num_tokens[seq.row]) // self._block_size
-            available = self.pool.num_free
-        elif needed > self.pool.num_free:
-            hits = self.match(seq)
-            needed -= len(hits)
-            available = self.pool.num_free - self.pool.num_free_among(hits)
-        else:
-            available = self.pool.num_free
-        if needed > available or (self.slots is not None and not seq.forked and not self.slots.num_free):
+        admission = self.pool.can_allocate(needed)
+        if admission is Admission.NEVER:
+            return admission
+        if seq.forked:  # has its slot already
+            return self.pool.can_allocate(needed - int(self.ledgers.num_tokens[seq.row]) // self._block_size)
+        if self.slots is not None and not self.slots.num_free:
             return Admission.LATER
-        return Admission.OK
+        if admission is Admission.LATER:
+            hits = self.match(seq)  # those in use cost no free block
+            return self.pool.can_allocate(needed - len(hits) + self.pool.num_free_among(hits))
+        return admission
 
     def length(self, seq: Sequence) -> int:
         """Committed tokens."""

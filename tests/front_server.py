@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import cache
@@ -19,6 +21,13 @@ from tests.fake_rank import FakeRank
 from tests.tokenizers import write_tokenizer
 
 MODEL = "tiny"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end, "it did not happen within 5 s"
+        time.sleep(0.005)
 
 
 @cache

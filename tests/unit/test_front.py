@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,18 +12,11 @@ import pytest
 from dp_engine.messages import Add
 from launcher.books import Load
 from tests.fake_rank import count_up
-from tests.front_server import MODEL, FrontServer
+from tests.front_server import MODEL, FrontServer, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
 MAX_BODY = 100_000
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < end, "it did not happen within 5 s"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,13 @@
 """The operator's endpoints, over fake ranks."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from launcher.link import Congested
-from tests.front_server import MODEL, FrontServer
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < end, "it did not happen within 5 s"
-        time.sleep(0.005)
+from tests.front_server import MODEL, FrontServer, until
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,8 @@ from typing import Any
 
 import pytest
 
+from tests.running_world import FULL, PREEMPTED, running
 from tests.scheduler_world import World, expected, prompt_of
-
-PREEMPTED = "insufficient_system_resource"
-FULL = {"block_size": 4, "kv_watermark": 1.0}  # small pools, used to the last block
-
-
-def running(*prompts: int, max_tokens: int = 20, **config: Any) -> World:
-    """Requests 1, 2, ... are prefilled one after the other, with a decode step in between."""
-    world = World(**(FULL | config))
-    for request_id, prompt in enumerate(prompts, 1):
-        world.add(request_id, prompt, max_tokens)
-        world.prefill()
-        if request_id < len(prompts):
-            world.decode()
-    return world
 
 
 def test_recompute_changes_no_token() -> None:
