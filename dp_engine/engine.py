@@ -30,6 +30,7 @@ from dp_engine.worker import StepWorker
 from ep.dispatch import CollectiveFailed
 from vote.decision import StepType
 from vote.protocol import Agreement, StepProtocol
+from vote.recorder import Recorder, Ring
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,9 @@ class Engine:
         *,
         mixed: bool,
         overlap: bool,
+        ring: Ring | None = None,
     ) -> None:
+        """`ring`: where this thread's ballots are noted, and its sleep."""
         self._link = link
         self._protocol = protocol
         self._scheduler = scheduler
@@ -91,37 +94,48 @@ class Engine:
         self._counters = counters
         self._mixed = mixed
         self._overlap = overlap
+        self._ring = ring or Recorder(0, 1).control
         self._step: int | None = None  # number of the step in flight
         self._reported_at = 0.0
 
     def run(self) -> None:
         """Raises vote.errors.LockstepBroken, or whatever a step of this rank raises."""
-        scheduler = self._scheduler
         while True:
-            for message in self._link.drain():
-                self._receive(message)
-            if self._mixed:
-                scheduler.plan(StepType.MIXED)
-            agreement = self._protocol.agree(scheduler.facts(), scheduler.try_prefill)
-            if agreement.compute and not self._mixed:
-                scheduler.plan(agreement.step_type)
-            settled = self._settle()
-            if agreement.compute and not agreement.stop:
-                self._issue(agreement)
-            self._send(settled)
-            if agreement.stop:
+            self.receive()
+            if not self.step():
                 return
-            if not self._overlap:
-                self._send(self._settle())
-            if agreement.sleep:
-                self._sleep()
+
+    def receive(self) -> None:
+        """Take in what the router has sent."""
+        for message in self._link.drain():
+            self._receive(message)
+
+    def step(self) -> bool:
+        """One vote and what follows from it, with work here or without. False: all ranks were asked to stop."""
+        scheduler = self._scheduler
+        if self._mixed:
+            scheduler.plan(StepType.MIXED)
+        agreement = self._protocol.agree(scheduler.facts(), scheduler.try_prefill)
+        if agreement.compute and not self._mixed:
+            scheduler.plan(agreement.step_type)
+        settled = self._settle()
+        if agreement.compute and not agreement.stop:
+            self._issue(agreement)
+        self._send(settled)
+        if agreement.stop:
+            return False
+        if not self._overlap:
+            self._send(self._settle())
+        if agreement.sleep:
+            self._sleep()
+        return True
 
     def _issue(self, agreement: Agreement) -> None:
         """Start the planned step: it enters every collective, its batch empty or not."""
         batch = self._scheduler.batch()
         self._counters.count_step(batch)
         self._step = agreement.step
-        self._worker.submit(batch)
+        self._worker.submit(batch, agreement.step)
 
     def _settle(self) -> tuple[int, StepOutput] | None:
         """Wait for the step in flight, if there is one, and account for it."""
@@ -153,7 +167,9 @@ class Engine:
         self._scheduler.check_integrity()
         self._counters.idle_sleeps += 1
         self._link.send(Output(self._protocol.clock.step, [], [], [], self._report()))
+        entry = self._ring.enter(b"sleep")
         self._link.wait()
+        self._ring.leave(entry)
 
     def _receive(self, message: ToRank) -> None:
         match message:

@@ -18,13 +18,14 @@ from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.policies import make_scheduler
 from dp_engine.runner import ModelRunner
 from dp_engine.spec import RankSpec
-from dp_engine.worker import StepWorker, ThreadWorker
+from dp_engine.worker import make_worker
 from ep.dispatch import make_dispatcher
 from ep.placement import ExpertPlacement
 from vote.ballot import PROTOCOL_VERSION
 from vote.errors import VoteError
 from vote.group import connect_groups
 from vote.protocol import StepProtocol
+from vote.recorder import Recorder
 from vote.settings import Settings, compare_settings, digest, wait_for_keys
 from vote.witness import Witness
 
@@ -39,16 +40,16 @@ def run_rank(spec: RankSpec, store: dist.Store | None) -> None:
     torch.set_num_threads(spec.threads)
     link = Link(spec.router_endpoint, spec.rank, spec.keys)
     _log_to(link)
-    witness = Witness(store, spec.rank, spec.world_size)
+    recorder = Recorder(spec.rank, spec.world_size, shared=True)
     try:
-        engine = _join(spec, store, link, witness)
+        engine = _join(spec, store, link, recorder)
         engine.run()
     except VoteError as error:
         link.send(messages.Goodbye(spec.rank, str(error)))
         raise
     except BaseException as error:
         words = f"{type(error).__name__}: {error}"
-        witness.last_words(words)
+        recorder.last_words(words)
         if not isinstance(error, (ModelConfigError, CheckpointError)):
             log.exception("rank %d failed", spec.rank)
         link.send(messages.Goodbye(spec.rank, words))
@@ -78,7 +79,7 @@ def gang_settings(spec: RankSpec, config: ModelConfig, checkpoint_digest: str, n
     return settings
 
 
-def _join(spec: RankSpec, store: dist.Store | None, link: Link, witness: Witness) -> Engine:
+def _join(spec: RankSpec, store: dist.Store | None, link: Link, recorder: Recorder) -> Engine:
     """Check the settings before anything is loaded, load, wait for the slowest, warm up, say Hello."""
     device = _device()
     config = ModelConfig.load(Path(spec.model_dir), spec.engine)
@@ -87,11 +88,11 @@ def _join(spec: RankSpec, store: dist.Store | None, link: Link, witness: Witness
     if store is not None:
         compare_settings(store, spec.rank, spec.world_size, settings, spec.start_timeout_s)
     control, data = connect_groups(
-        store, spec.rank, spec.world_size, data_backend="nccl" if device.type == "cuda" else "gloo",
+        store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device,
         timeout_s=spec.vote.control_timeout_s,
     )  # fmt: skip
     placement = ExpertPlacement.contiguous(config.num_experts, spec.world_size)
-    dispatcher = make_dispatcher(spec.experts.backend, placement, spec.rank, data, device)
+    dispatcher = make_dispatcher(spec.experts.backend, placement, spec.rank, data, device, recorder.data)
     started = time.monotonic()
     runner = ModelRunner.load(Path(spec.model_dir), spec.engine, placement, dispatcher, device, log.info)
     log.info("loaded in %.1f s on %s, %d threads", time.monotonic() - started, device, spec.threads)
@@ -101,10 +102,10 @@ def _join(spec: RankSpec, store: dist.Store | None, link: Link, witness: Witness
         wait_for_keys(store, keys, spec.start_timeout_s, "the end of loading")
     runner.warm_up()
     counters = StepCounters()
-    worker = ThreadWorker(runner, spec.threads) if spec.engine.overlap else StepWorker(runner)
+    worker = make_worker(runner, spec.engine.overlap, spec.threads, recorder.data)
     mixed = spec.engine.policy == "unified"
     protocol = StepProtocol(
-        control, spec.vote, witness, mixed=mixed, settings=digest(settings), epoch=spec.epoch,
+        control, spec.vote, Witness(recorder), mixed=mixed, settings=digest(settings), epoch=spec.epoch,
         count_collectives=lambda: worker.num_collectives, on_ballot=counters.count_ballot,
     )  # fmt: skip
     scheduler = make_scheduler(spec.engine, num_blocks, config.max_model_len, config.eos_token_ids)
@@ -120,7 +121,9 @@ def _join(spec: RankSpec, store: dist.Store | None, link: Link, witness: Witness
             max_model_len=config.max_model_len,
         )
     )
-    return Engine(link, protocol, scheduler, worker, counters, mixed=mixed, overlap=spec.engine.overlap)
+    return Engine(
+        link, protocol, scheduler, worker, counters, mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control
+    )
 
 
 def _device() -> torch.device:

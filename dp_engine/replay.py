@@ -7,9 +7,9 @@ preset of that scheduler has to decide the same, record for record: `deepinfer` 
 
 import json
 import sys
-import threading
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from dp_engine.sequence import Sequence
 from dp_engine.unified import UnifiedScheduler
 from vote.config import VoteConfig
 from vote.decision import StepType
-from vote.group import ControlGroup, SimulatedExchange, SoloGroup
+from vote.group import ControlGroup, SoloGroup
 from vote.protocol import StepProtocol
+from vote.recorder import Recorder
+from vote.simulated import SimulatedGang
 from vote.witness import Witness
 
 Trace = dict[str, Any]
@@ -86,7 +88,7 @@ class _PhasedReplay(_Scenario):
         eos = [config["eos_token_id"]]
         self.scheduler = PhasedScheduler(engine, config["num_blocks"], config["max_model_len"], eos)
         self.scheduler.propose = self.propose
-        self.protocol = StepProtocol(group, votes, Witness(None, rank, group.size))
+        self.protocol = StepProtocol(group, votes, Witness(Recorder(rank, group.size)))
 
     def run(self) -> list[Record]:
         records = []
@@ -258,25 +260,12 @@ def replay(trace: Trace) -> list[list[Record]]:
     size = trace["ranks"]
     if size == 1:
         return [replay_phased(trace, 0, SoloGroup())]
-    exchange = SimulatedExchange(size)
-    results: list[list[Record] | BaseException] = [[] for _ in range(size)]
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = replay_phased(trace, rank, exchange.group(rank))
-        except BaseException as error:
-            results[rank] = error
-            exchange.leave()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    gang = SimulatedGang(size)
+    results = gang.run([partial(replay_phased, trace, rank, gang.group(rank)) for rank in range(size)])
     for result in results:
-        if isinstance(result, BaseException):
+        if isinstance(result, Exception):
             raise result
-    return [result for result in results if not isinstance(result, BaseException)]
+    return [result for result in results if not isinstance(result, Exception)]
 
 
 def main(paths: list[str]) -> int:

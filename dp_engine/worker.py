@@ -8,6 +8,7 @@ import torch
 
 from dp_engine.batch import Batch
 from dp_engine.runner import ModelRunner
+from vote.recorder import Recorder, Ring
 
 
 class StepWorker:
@@ -17,42 +18,49 @@ class StepWorker:
     however far the step in flight is.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, ring: Ring | None = None) -> None:
+        """`ring`: where steps are noted; the runner's dispatcher writes there too."""
         self._runner = runner
-        self._batch: Batch | None = None
+        self._ring = ring or Recorder(0, 1).data
+        self._batch: tuple[Batch, int] | None = None
         self.num_collectives = runner.num_collectives
 
-    def submit(self, batch: Batch) -> None:
-        self._batch = batch
+    def submit(self, batch: Batch, step: int) -> None:
+        """`step`: its number, for the record."""
+        self._batch = batch, step
 
     def result(self) -> np.ndarray:
         """Tokens of the submitted step, as `Batch` says. Raises what the step raised, like CollectiveFailed."""
-        batch, self._batch = self._batch, None
-        assert batch is not None, "submit comes first"
-        tokens = self._compute(batch)
+        submitted, self._batch = self._batch, None
+        assert submitted is not None, "submit comes first"
+        tokens = self._compute(*submitted)
         self.num_collectives = self._runner.num_collectives
         return tokens
 
-    def _compute(self, batch: Batch) -> np.ndarray:
-        return self._runner.run(batch)
+    def _compute(self, batch: Batch, step: int) -> np.ndarray:
+        self._ring.step = step
+        entry = self._ring.enter(batch.step_type.name.encode(), len(batch.input_ids))
+        tokens = self._runner.run(batch)
+        self._ring.leave(entry)
+        return tokens
 
 
 class ThreadWorker(StepWorker):
     """Starts a step as soon as it is submitted, in a thread of its own, which ends with the process."""
 
-    def __init__(self, runner: ModelRunner, threads: int) -> None:
-        super().__init__(runner)
+    def __init__(self, runner: ModelRunner, threads: int, ring: Ring | None = None) -> None:
+        super().__init__(runner, ring)
         self._threads = threads
-        self._todo: SimpleQueue[Batch] = SimpleQueue()
+        self._todo: SimpleQueue[tuple[Batch, int]] = SimpleQueue()
         self._done: SimpleQueue[np.ndarray | BaseException] = SimpleQueue()
         Thread(target=self._run, name="steps", daemon=True).start()
 
-    def submit(self, batch: Batch) -> None:
-        super().submit(batch)
-        self._todo.put(batch)
+    def submit(self, batch: Batch, step: int) -> None:
+        super().submit(batch, step)
+        self._todo.put((batch, step))
 
-    def _compute(self, batch: Batch) -> np.ndarray:
-        del batch  # on its way since `submit`
+    def _compute(self, batch: Batch, step: int) -> np.ndarray:
+        del batch, step  # on their way since `submit`
         result = self._done.get()
         if isinstance(result, BaseException):
             raise result
@@ -61,8 +69,13 @@ class ThreadWorker(StepWorker):
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # a setting of each thread
         while True:
-            batch = self._todo.get()
+            submitted = self._todo.get()
             try:
-                self._done.put(self._runner.run(batch))
+                self._done.put(super()._compute(*submitted))
             except BaseException as error:
                 self._done.put(error)
+
+
+def make_worker(runner: ModelRunner, overlap: bool, threads: int, ring: Ring | None = None) -> StepWorker:
+    """The worker of a rank with or without overlap. `threads`: of torch, in a thread of its own."""
+    return ThreadWorker(runner, threads, ring) if overlap else StepWorker(runner, ring)

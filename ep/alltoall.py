@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllToAllOptions, Work
 
-from ep.dispatch import CollectiveFailed, Dispatched, Dispatcher, inverse
+from ep.dispatch import CollectiveFailed, Dispatched, Dispatcher, Log, inverse
 from ep.placement import ExpertPlacement
 
 # Bytes per rank that may be sent in vain to save one collective: what a loopback or a network link moves meanwhile.
@@ -56,9 +56,10 @@ class AllToAllDispatcher(Dispatcher):
         group: ProcessGroup,
         device: torch.device,
         spare_bytes: int = SPARE_BYTES,
+        log: Log | None = None,
     ):
         """`device`: where the tokens are, and what the group's backend can send from."""
-        super().__init__(placement, rank, device)
+        super().__init__(placement, rank, device, log)
         if group.size() != placement.world_size or group.rank() != rank:
             raise ValueError(
                 f"rank {rank} of {placement.world_size} got a group in which it is {group.rank()} of {group.size()}"
@@ -68,6 +69,7 @@ class AllToAllDispatcher(Dispatcher):
         self.num_local = placement.local_counts[rank]
         self._options = AllToAllOptions()
         self._num_tokens: list[int] = []
+        self._entry = 0  # of the collective under way; one at a time
         first = placement.first_physical[rank]
         self._slot_of = np.full(placement.num_physical, self.num_local)  # num_local: some other rank's
         self._slot_of[first : first + self.num_local] = np.arange(self.num_local)
@@ -77,7 +79,7 @@ class AllToAllDispatcher(Dispatcher):
         """Tell every rank how many tokens every other has."""
         ones = [1] * self.placement.world_size
         mine = torch.full((len(ones),), num_tokens, dtype=torch.int64, device=self.device)
-        self._num_tokens = self._exchange(mine, ones, ones).tolist()
+        self._num_tokens = self._exchange(b"token counts", mine, ones, ones).tolist()
 
     def dispatch(self, x: Tensor, topk_ids: Tensor) -> Dispatched:
         if len(x) != self._num_tokens[self.rank]:
@@ -90,14 +92,16 @@ class AllToAllDispatcher(Dispatcher):
 
     def combine(self, rows: Tensor, handle: _Handle) -> Tensor:
         outputs = rows.index_select(0, handle.to_send)
-        received = self._exchange(outputs, handle.send_splits, handle.receive_splits)
+        received = self._exchange(b"combine", outputs, handle.send_splits, handle.receive_splits)
         return received.index_select(0, handle.to_pairs).unflatten(0, (-1, handle.top_k))
 
     def _dispatch_tokens(self, x: Tensor, physical: np.ndarray, top_k: int) -> Dispatched:
         world_size, row_bytes = self.placement.world_size, x.shape[1] * x.element_size()
         ids = self._index(physical.astype(np.int32)).view(-1, top_k)
         record = torch.cat((x.view(torch.uint8), ids.view(torch.uint8)), dim=1)
-        work, received = self._start(torch.cat([record] * world_size), [len(x)] * world_size, self._num_tokens)
+        work, received = self._start(
+            b"dispatch", torch.cat([record] * world_size), [len(x)] * world_size, self._num_tokens
+        )
         owners = self._rank_of[physical]
         receive_splits = np.bincount(owners, minlength=world_size).tolist()
         to_pairs = self._index(inverse(np.argsort(owners, kind="stable")))
@@ -120,11 +124,12 @@ class AllToAllDispatcher(Dispatcher):
         order = np.argsort(physical, kind="stable")
         counts = np.bincount(physical, minlength=self.placement.num_physical)
         send_splits = np.bincount(self._rank_of[physical], minlength=world_size).tolist()
-        received_counts = self._exchange(self._index(counts), counts_of_rank, [self.num_local] * world_size)
+        ones = [self.num_local] * world_size
+        received_counts = self._exchange(b"expert counts", self._index(counts), counts_of_rank, ones)
         per_source = received_counts.cpu().numpy().reshape(world_size, self.num_local)
         received_splits = per_source.sum(1).tolist()
         outgoing = x.index_select(0, self._index(order // top_k))
-        received = self._exchange(outgoing, send_splits, received_splits)
+        received = self._exchange(b"dispatch", outgoing, send_splits, received_splits)
         slots = np.repeat(np.tile(np.arange(self.num_local), world_size), per_source.reshape(-1))
         by_slot = np.argsort(slots, kind="stable")
         handle = _Handle(
@@ -132,16 +137,19 @@ class AllToAllDispatcher(Dispatcher):
         )
         return Dispatched(received.index_select(0, self._index(by_slot)), per_source.sum(0).tolist(), handle)
 
-    def _exchange(self, rows: Tensor, send_splits: list[int], receive_splits: list[int]) -> Tensor:
-        work, received = self._start(rows, send_splits, receive_splits)
+    def _exchange(self, kind: bytes, rows: Tensor, send_splits: list[int], receive_splits: list[int]) -> Tensor:
+        work, received = self._start(kind, rows, send_splits, receive_splits)
         self._finish(work)
         return received
 
-    def _start(self, rows: Tensor, send_splits: list[int], receive_splits: list[int]) -> tuple[Work, Tensor]:
+    def _start(
+        self, kind: bytes, rows: Tensor, send_splits: list[int], receive_splits: list[int]
+    ) -> tuple[Work, Tensor]:
         """The only place that enters a collective. rows [sum(send_splits), ...]; splits count rows."""
         received = rows.new_empty((sum(receive_splits), *rows.shape[1:]))
         into, out = (received.view(torch.uint8), rows.view(torch.uint8)) if rows.ndim > 1 else (received, rows)
         self.num_collectives += 1
+        self._entry = self.log.enter(kind, len(rows), self.num_collectives)
         try:
             return self.group.alltoall_base(into, out, receive_splits, send_splits, self._options), received
         except RuntimeError as error:
@@ -157,6 +165,7 @@ class AllToAllDispatcher(Dispatcher):
             work.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
+        self.log.leave(self._entry)
 
     def _failed(self, error: RuntimeError) -> CollectiveFailed:
         return CollectiveFailed(f"rank {self.rank}: all-to-all number {self.num_collectives} failed: {error}")

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,28 @@ class Dispatched:
     handle: Any
 
 
+class Log(Protocol):
+    """Where collectives, and the work of the experts between them, are noted while they run."""
+
+    def enter(self, kind: bytes, size: int = 0, ordinal: int = 0) -> int:
+        """Begin an entry. `size`: rows; `ordinal`: which collective it is since the start, 0 for none."""
+        ...
+
+    def leave(self, entry: int) -> None:
+        """End the entry that `enter` numbered so."""
+        ...
+
+
+class NoLog:
+    """Notes nothing."""
+
+    def enter(self, kind: bytes, size: int = 0, ordinal: int = 0) -> int:
+        return 0
+
+    def leave(self, entry: int) -> None:
+        return
+
+
 class Dispatcher(ABC):
     """Carries tokens to the ranks that own their experts. Any rank may have no tokens, any expert no rows.
 
@@ -38,10 +60,11 @@ class Dispatcher(ABC):
     step numpy is several times faster than tensor operations.
     """
 
-    def __init__(self, placement: ExpertPlacement, rank: int, device: torch.device):
+    def __init__(self, placement: ExpertPlacement, rank: int, device: torch.device, log: Log | None = None):
         self.placement = placement
         self.rank = rank
         self.device = device
+        self.log: Log = log or NoLog()
         self.num_collectives = 0
         self._preferred = np.array(placement.preferred(rank))
 
@@ -82,6 +105,7 @@ def make_dispatcher(
     rank: int,
     group: ProcessGroup | None,
     device: torch.device = CPU,
+    log: Log | None = None,
 ) -> Dispatcher:
     """The dispatcher `backend` (`ExpertConfig.backend`) for tokens on `device`. A backend is imported only when chosen.
 
@@ -91,11 +115,11 @@ def make_dispatcher(
     if backend == "local" or (backend == "auto" and world_size == 1):
         from ep.local import LocalDispatcher
 
-        return LocalDispatcher(placement, rank, device)
+        return LocalDispatcher(placement, rank, device, log)
     if backend in ("alltoall", "auto"):
         from ep.alltoall import AllToAllDispatcher
 
         if group is None:
             raise ValueError(f"experts.backend {backend} needs a process group on {world_size} ranks")
-        return AllToAllDispatcher(placement, rank, group, device)
+        return AllToAllDispatcher(placement, rank, group, device, log=log)
     raise ValueError(f"unknown experts.backend {backend!r}")

@@ -4,17 +4,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ep.dispatch import Dispatched, Dispatcher, inverse
+from ep.dispatch import Dispatched, Dispatcher, Log, inverse
 from ep.placement import ExpertPlacement
 
 
 class LocalDispatcher(Dispatcher):
     """Sorts rows by expert; enters no collective."""
 
-    def __init__(self, placement: ExpertPlacement, rank: int, device: torch.device):
+    def __init__(self, placement: ExpertPlacement, rank: int, device: torch.device, log: Log | None = None):
         if placement.world_size != 1:
             raise ValueError(f"experts.backend local is for dp 1, not {placement.world_size}; use alltoall")
-        super().__init__(placement, rank, device)
+        super().__init__(placement, rank, device, log)
 
     def begin_step(self, num_tokens: int) -> None:
         """Nobody else to tell."""

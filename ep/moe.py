@@ -33,6 +33,8 @@ class MoELayer:
         """x [T, H] -> [T, H], the experts' outputs summed in k order in fp32."""
         weights, topk_ids = route_softmax(x, self.router, self.top_k)
         dispatched = self.dispatcher.dispatch(x, topk_ids)
+        entry = self.dispatcher.log.enter(b"experts", len(dispatched.rows))
         outputs = self.experts(dispatched.rows, dispatched.counts)
+        self.dispatcher.log.leave(entry)
         per_expert = self.dispatcher.combine(outputs, dispatched.handle)
         return (per_expert * weights.unsqueeze(-1)).sum(1).to(x.dtype)

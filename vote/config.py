@@ -21,4 +21,7 @@ class VoteConfig(BaseModel):
     decode_steps_per_prefill: int = Field(
         2, ge=1, description="adaptive: decode steps between two prefill steps that only some ranks want."
     )
+    control_backend: Literal["gloo", "nccl"] = Field(
+        "gloo", description="What ballots travel over: gloo (CPU), or nccl where every rank has a GPU."
+    )
     control_timeout_s: float = Field(30.0, gt=0, description="Longest wait for a ballot or a data collective.")

@@ -12,7 +12,7 @@ class LockstepBroken(VoteError):
     """The ranks are no longer at the same place, or one of them is missing.
 
     rank: who raises; step: where it was; what: the collective it was in; culprits: the ranks that left, with what is
-    known of each; detail: the library's own words.
+    known of each; detail: the library's own words; report: all that was found out, the same text on all ranks.
     """
 
     rank: int
@@ -20,12 +20,13 @@ class LockstepBroken(VoteError):
     what: str
     culprits: dict[int, str] = field(default_factory=dict)
     detail: str = ""
+    report: str = ""
 
     def __str__(self) -> str:
         names = "; ".join(f"rank {rank} {words}" for rank, words in sorted(self.culprits.items()))
         blame = names or "no rank could be singled out"
         detail = f" ({self.detail})" if self.detail else ""
-        return f"lockstep broken, seen by rank {self.rank} at step {self.step} in {self.what}: {blame}{detail}"
+        return f"lockstep broken at step {self.step} in {self.what}: {blame}{detail}"
 
 
 @dataclass

@@ -1,12 +1,13 @@
-"""Control groups: how ballots travel. One interface over torch.distributed and over threads of one process."""
+"""Control groups: how ballots travel. Here over torch.distributed; `vote.simulated` does without processes."""
 
-import threading
 from datetime import timedelta
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+CPU = torch.device("cpu")
 
 
 class ControlGroup(Protocol):
@@ -21,17 +22,21 @@ class ControlGroup(Protocol):
 
 
 class TorchControlGroup:
-    """Ballots over a torch.distributed group (gloo: CPU tensors; the group's own time-out applies)."""
+    """Ballots over a torch.distributed group, whose own time-out applies. `device`: CPU for gloo, the rank's GPU for
+    NCCL, where the result is waited for on the host."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
         self._group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self._device = device
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        self.rank = group.rank()
+        self.size = group.size()
 
     def all_reduce_min(self, vector: np.ndarray) -> np.ndarray:
-        tensor = torch.from_numpy(vector.copy())
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
-        return tensor.numpy()
+        tensor = torch.from_numpy(vector.copy()).to(self._device)
+        self._group.allreduce([tensor], self._options).wait()
+        return tensor.cpu().numpy()
 
 
 class SoloGroup:
@@ -44,69 +49,26 @@ class SoloGroup:
         return vector.copy()
 
 
-class SimulatedExchange:
-    """The meeting place of a simulated gang whose ranks are threads of this process."""
-
-    def __init__(self, size: int, timeout_s: float = 30.0) -> None:
-        self.size = size
-        self._timeout_s = timeout_s
-        self._condition = threading.Condition()
-        self._arrived: list[np.ndarray] = []
-        self._results: list[np.ndarray] = []  # one per round
-        self._broken = False
-
-    def group(self, rank: int) -> "SimulatedGroup":
-        return SimulatedGroup(self, rank)
-
-    def meet(self, vector: np.ndarray) -> np.ndarray:
-        """Deposit, wait for all, take the minimum. A round that is complete stays so whoever leaves afterwards."""
-        with self._condition:
-            number = len(self._results)
-            self._arrived.append(vector)
-            if len(self._arrived) == self.size:
-                self._results.append(np.minimum.reduce(self._arrived))
-                self._arrived = []
-                self._condition.notify_all()
-            arrived = self._condition.wait_for(lambda: len(self._results) > number or self._broken, self._timeout_s)
-            if not arrived or len(self._results) <= number:
-                raise RuntimeError("a simulated rank is missing")
-            return self._results[number].copy()
-
-    def leave(self) -> None:
-        """A rank is gone: whoever waits, or will wait, fails."""
-        with self._condition:
-            self._broken = True
-            self._condition.notify_all()
-
-
-class SimulatedGroup:
-    """One rank's end of a SimulatedExchange."""
-
-    def __init__(self, exchange: SimulatedExchange, rank: int) -> None:
-        self._exchange = exchange
-        self.rank = rank
-        self.size = exchange.size
-
-    def all_reduce_min(self, vector: np.ndarray) -> np.ndarray:
-        return self._exchange.meet(vector.copy())
-
-
 def connect_groups(
-    store: dist.Store | None, rank: int, size: int, *, data_backend: str, timeout_s: float
+    store: dist.Store | None, rank: int, size: int, *, control: str, device: torch.device, timeout_s: float
 ) -> tuple[ControlGroup, dist.ProcessGroup | None]:
     """The control group and the data group of a gang. A gang of one needs neither.
 
-    The time-out is given to both explicitly: `new_group` does not inherit the one of `init_process_group`.
+    control: backend of the ballots, "gloo" or "nccl"; data travels over NCCL if `device` is a GPU, else over gloo. The
+    time-out is given to every group explicitly: `new_group` does not inherit the one of `init_process_group`.
+    Raises RuntimeError when a group does not hold all ranks, or ballots are to travel over NCCL without a GPU.
     """
     if size == 1:
         return SoloGroup(), None
     assert store is not None
+    if control == "nccl" and device.type != "cuda":
+        raise RuntimeError(f"rank {rank}: vote.control_backend is nccl, but the rank has no GPU; use gloo")
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    control = dist.group.WORLD
-    assert control is not None
-    data = dist.new_group(backend=data_backend, timeout=timeout)
-    sizes = dist.get_world_size(control), dist.get_world_size(data)
+    control_group = dist.group.WORLD if control == "gloo" else dist.new_group(backend="nccl", timeout=timeout)
+    assert control_group is not None
+    data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    sizes = dist.get_world_size(control_group), dist.get_world_size(data)
     if sizes != (size, size):
         raise RuntimeError(f"rank {rank}: control and data group have {sizes} ranks, not {size}")
-    return TorchControlGroup(control), data
+    return TorchControlGroup(control_group, device if control == "nccl" else CPU), data

@@ -11,7 +11,9 @@ from vote.ballot import BALLOT_SIZE, MAX_VALUE, PROTOCOL_VERSION, BallotKind, Fa
 from vote.config import VoteConfig
 from vote.decision import Clock, StepType, decide
 from vote.group import ControlGroup
-from vote.witness import Mark, Witness
+from vote.witness import Witness
+
+_KINDS = {BallotKind.FIRST: b"first ballot", BallotKind.SECOND: b"second ballot"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,6 @@ class StepProtocol:
         self._on_ballot = on_ballot
         self._ballot = np.zeros(BALLOT_SIZE, np.int32)
         self._votes_cast = 0
-        self._mark = Mark(0, BallotKind.FIRST)
 
     def agree(self, facts: Facts, attempt_prefill: Callable[[], bool]) -> Agreement:
         """Vote on the next step. Every rank calls this at the same time, with work or without.
@@ -81,13 +82,9 @@ class StepProtocol:
             self.clock = self.clock.after(step_type)
         return agreement
 
-    def broken(self, error: Exception, what: str, step: int | None = None) -> NoReturn:
-        """Turn a failed collective into an error that names the ranks that left. `step`: whose collective it was, if
-        not the step voted on last."""
-        broken = self._witness.broken(self._mark, what, error)
-        if step is not None:
-            broken.step = step
-        raise broken from error
+    def broken(self, error: Exception, what: str, step: int) -> NoReturn:
+        """Turn a failed collective of a step into an error that names the ranks that left."""
+        raise self._witness.broken(step, what, error) from error
 
     def _agreement(self, tally: Tally, step_type: StepType) -> Agreement:
         idle = step_type is StepType.IDLE
@@ -113,18 +110,19 @@ class StepProtocol:
             collectives=self._count_collectives() & MAX_VALUE,
         )
         self._votes_cast += 1
-        self._mark = Mark(self.clock.step, kind)
         write_ballot(self._ballot, lockstep, facts)
+        recorder = self._witness.recorder
+        recorder.ballot(self._ballot)
+        recorder.control.step = self.clock.step
         started = time.perf_counter()
+        entry = recorder.control.enter(_KINDS[kind], ordinal=self._votes_cast)
         try:
-            self._witness.at(self._mark)
             minimum = self._group.all_reduce_min(self._ballot)
         except RuntimeError as error:
-            self.broken(error, f"the {kind.name.lower()} ballot")
+            self.broken(error, f"the {kind.name.lower()} ballot", self.clock.step)
+        recorder.control.leave(entry)
         self._on_ballot(time.perf_counter() - started)
         tally = Tally(minimum)
         if fields := tally.disagreements():
-            own = {name: getattr(lockstep, name) for name in fields}
-            raise self._witness.disagreement(self._mark, fields, own)
-        self._mark = Mark(self.clock.step, kind, running=True)
+            raise self._witness.disagreement(self.clock.step, fields)
         return tally

@@ -20,7 +20,7 @@ from dp_engine.policies import make_scheduler
 from dp_engine.rank import run_rank
 from dp_engine.runner import ModelRunner
 from dp_engine.spec import RankSpec
-from dp_engine.worker import StepWorker, ThreadWorker
+from dp_engine.worker import make_worker
 from ep.config import ExpertConfig
 from ep.dispatch import CPU, make_dispatcher
 from ep.placement import ExpertPlacement
@@ -29,6 +29,7 @@ from vote.config import VoteConfig
 from vote.errors import SettingsMismatch
 from vote.group import SoloGroup, TorchControlGroup
 from vote.protocol import StepProtocol
+from vote.recorder import Recorder
 from vote.witness import Witness
 
 NUM_EXPERTS = 8
@@ -57,20 +58,19 @@ class RankResult:
 
 def run_alone(directory: Path, run: Run) -> RankResult:
     """A gang of one, in this process."""
-    return _run(directory, run, SoloGroup(), Witness(None, 0, 1), None)
+    return _run(directory, run, SoloGroup(), Witness(Recorder(0, 1)), None)
 
 
 def run_all(rank: int, group: Any, directory: Path, runs: Mapping[Any, Run]) -> dict[Any, RankResult]:
     """One rank of a gang (`tests.multirank.gang`): all runs, one after the other."""
-    store = dist.distributed_c10d._get_default_store()
-    witness = Witness(store, rank, group.size())
+    witness = Witness(Recorder(rank, group.size()))
     data = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     results = {}
     for name, run in runs.items():
         try:
             results[name] = _run(directory, run, TorchControlGroup(group), witness, data)
         except Exception as error:
-            witness.last_words(f"{name}: {error!r}")
+            witness.recorder.last_words(f"{name}: {error!r}")
             raise RuntimeError(f"in run {name}") from error
     return results
 
@@ -81,7 +81,7 @@ def _run(directory: Path, run: Run, control: Any, witness: Witness, data: Any) -
     dispatcher = make_dispatcher("auto", placement, control.rank, data)
     runner = ModelRunner.load(directory, config, placement, dispatcher, CPU, lambda line: None)
     counters = StepCounters()
-    worker = ThreadWorker(runner, 1) if config.overlap else StepWorker(runner)
+    worker = make_worker(runner, config.overlap, 1)
     mixed = config.policy == "unified"
     protocol = StepProtocol(
         control, VoteConfig(**run.vote), witness, mixed=mixed,

@@ -18,6 +18,7 @@ from vote.config import VoteConfig
 from vote.errors import LockstepBroken
 from vote.group import SoloGroup
 from vote.protocol import StepProtocol
+from vote.recorder import Recorder
 from vote.witness import Witness
 
 LATER = 100  # a turn at which the rank sleeps
@@ -70,7 +71,7 @@ class Rig:
         self._follow("result")
         counters = StepCounters()
         protocol = StepProtocol(
-            NotedGroup(self.events), VoteConfig(), Witness(None, 0, 1), mixed=mixed,
+            NotedGroup(self.events), VoteConfig(), Witness(Recorder(0, 1)), mixed=mixed,
             count_collectives=lambda: self.worker.num_collectives, on_ballot=counters.count_ballot,
         )  # fmt: skip
         parts = self.link, protocol, self.scheduler, self.worker, counters

@@ -1,7 +1,7 @@
-"""The step protocol over simulated ranks (threads of this process)."""
+"""The step protocol over simulated ranks."""
 
-import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -9,8 +9,9 @@ from vote.ballot import Facts
 from vote.config import VoteConfig
 from vote.decision import StepType
 from vote.errors import LockstepBroken
-from vote.group import SimulatedExchange
 from vote.protocol import Agreement, StepProtocol
+from vote.recorder import Recorder
+from vote.simulated import SimulatedGang
 from vote.witness import Witness
 
 CADENCE = VoteConfig(decision="cadence", fast_path=False)
@@ -18,23 +19,13 @@ CADENCE = VoteConfig(decision="cadence", fast_path=False)
 
 def gang(size: int, script: Callable[[StepProtocol, int], object], **settings: object) -> list[object]:
     """Run `script(protocol, rank)` on every rank; returns results or exceptions."""
-    exchange = SimulatedExchange(size, timeout_s=5.0)
-    results: list[object] = [None] * size
+    simulated = SimulatedGang(size)
 
-    def rank_main(rank: int) -> None:
-        protocol = StepProtocol(exchange.group(rank), CADENCE, Witness(None, rank, 1), **settings)  # type: ignore[arg-type]
-        try:
-            results[rank] = script(protocol, rank)
-        except Exception as error:
-            exchange.leave()
-            results[rank] = error
+    def rank_main(rank: int) -> object:
+        witness = Witness(Recorder(rank, size))
+        return script(StepProtocol(simulated.group(rank), CADENCE, witness, **settings), rank)  # type: ignore[arg-type]
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return simulated.run([partial(rank_main, rank) for rank in range(size)])
 
 
 WANTS = Facts(wants_prefill=True, unfinished=True)

@@ -16,6 +16,7 @@ from vote.config import VoteConfig
 from vote.decision import StepType
 from vote.group import SoloGroup
 from vote.protocol import StepProtocol
+from vote.recorder import Recorder
 from vote.witness import Witness
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scheduling.md"
@@ -47,7 +48,7 @@ class Walk:
         config = EngineConfig(num_blocks=256, max_num_seqs=4, **engine)
         self.mixed = config.policy == "unified"
         self.scheduler = make_scheduler(config, 256, max_model_len=4096, eos_token_ids=[2])
-        self.protocol = StepProtocol(SoloGroup(), VoteConfig(**vote), Witness(None, 0, 1), mixed=self.mixed)
+        self.protocol = StepProtocol(SoloGroup(), VoteConfig(**vote), Witness(Recorder(0, 1)), mixed=self.mixed)
         self.records: list[Record] = []
 
     def run(self) -> list[Record]:

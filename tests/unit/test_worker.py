@@ -10,19 +10,30 @@ import torch
 
 from dp_engine.worker import StepWorker, ThreadWorker
 from ep.dispatch import CollectiveFailed
+from vote.decision import StepType
+
+
+class Job:
+    """In the place of a batch: a function."""
+
+    step_type = StepType.DECODE
+    input_ids = ()
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
 
 
 class FakeRunner:
-    """Computes by calling what it is given as a batch; four collectives a step."""
+    """Computes by calling a job's function; four collectives a step."""
 
     def __init__(self) -> None:
         self.num_collectives = 8  # of the warm-up
         self.computing = threading.Event()
 
-    def run(self, batch: Callable[[], Any]) -> np.ndarray:
+    def run(self, batch: Job) -> np.ndarray:
         self.num_collectives += 4
         self.computing.set()
-        return np.array([batch()])
+        return np.array([batch.function()])
 
 
 Make = Callable[[FakeRunner], StepWorker]
@@ -34,7 +45,7 @@ every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 
 def compute(worker: StepWorker, step: Callable[[], Any]) -> Any:
-    worker.submit(step)  # type: ignore[arg-type]
+    worker.submit(Job(step), 0)  # type: ignore[arg-type]
     return worker.result()[0]
 
 
@@ -49,7 +60,7 @@ def test_collectives_count_when_their_step_is_settled(make: Make) -> None:
     runner = FakeRunner()
     worker = make(runner)
     assert worker.num_collectives == 8
-    worker.submit(lambda: 0)  # type: ignore[arg-type]
+    worker.submit(Job(lambda: 0), 0)  # type: ignore[arg-type]
     if isinstance(worker, ThreadWorker):
         assert runner.computing.wait(5)
     assert worker.num_collectives == 8
@@ -79,7 +90,7 @@ def test_a_result_needs_a_step(make: Make) -> None:
 def test_without_overlap_a_step_is_computed_when_its_result_is_wanted() -> None:
     runner = FakeRunner()
     worker = StepWorker(runner)  # type: ignore[arg-type]
-    worker.submit(threading.get_ident)  # type: ignore[arg-type]
+    worker.submit(Job(threading.get_ident), 0)  # type: ignore[arg-type]
     assert not runner.computing.is_set()
     assert worker.result()[0] == threading.get_ident()
 
@@ -96,7 +107,7 @@ def test_with_overlap_a_step_is_computed_while_nobody_waits_for_it() -> None:
         assert go_on.wait(5)
         return threading.get_ident()
 
-    worker.submit(step)  # type: ignore[arg-type]
+    worker.submit(Job(step), 0)  # type: ignore[arg-type]
     assert started.wait(5)
     go_on.set()
     thread = worker.result()[0]
