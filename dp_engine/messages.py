@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 << 20
 
 PauseMode: TypeAlias = Literal["none", "new", "all"]
@@ -103,6 +103,7 @@ class Hello(Message, frozen=True):
     pid: int
     num_blocks: int  # without the null block
     max_model_len: int
+    observer: str  # address of the process that can be asked about this rank
 
 
 class Output(Message, frozen=True):
@@ -130,6 +131,13 @@ class LogLine(Message, frozen=True):
 
     rank: int
     level: int
+    text: str
+
+
+class Diagnosis(Message, frozen=True):
+    """What the gang's flight recorders say of its end: the same text from every rank that lives to tell."""
+
+    rank: int
     text: str
 
 
@@ -220,7 +228,7 @@ class Shutdown(Message, frozen=True):
 
 
 ToRank: TypeAlias = Welcome | Add | Wake | Abort | Ready | Pause | ResetPrefixCache | Shutdown
-ToRouter: TypeAlias = Hello | Output | Rejected | LogLine | Goodbye
+ToRouter: TypeAlias = Hello | Output | Rejected | LogLine | Diagnosis | Goodbye
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

@@ -1,8 +1,10 @@
 """The process of one rank: joins the gang, checks itself against the others, loads, and runs the step loop."""
 
+import hashlib
 import logging
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 
@@ -22,8 +24,9 @@ from dp_engine.worker import make_worker
 from ep.dispatch import make_dispatcher
 from ep.placement import ExpertPlacement
 from vote.ballot import PROTOCOL_VERSION
-from vote.errors import VoteError
-from vote.group import connect_groups
+from vote.errors import LockstepBroken, VoteError
+from vote.group import abandon_groups, connect_groups
+from vote.observers import ObserverKeys, ObserverProcess, gather_observers
 from vote.protocol import StepProtocol
 from vote.recorder import Recorder
 from vote.settings import Settings, compare_settings, digest, wait_for_keys
@@ -38,31 +41,54 @@ def run_rank(spec: RankSpec, store: dist.Store | None) -> None:
     Raises what ended the rank: vote.errors.VoteError, CheckpointError, or the exception of a step.
     """
     torch.set_num_threads(spec.threads)
+    recorder = Recorder(spec.rank, spec.world_size, shared=True)
+    observer = ObserverProcess(recorder, spec.host, _observer_keys(spec))
     link = Link(spec.router_endpoint, spec.rank, spec.keys)
     _log_to(link)
-    recorder = Recorder(spec.rank, spec.world_size, shared=True)
     try:
-        engine = _join(spec, store, link, recorder)
+        engine = _join(spec, store, link, recorder, observer)
         engine.run()
     except VoteError as error:
-        link.send(messages.Goodbye(spec.rank, str(error)))
+        _tell(link, error)
         raise
     except BaseException as error:
         words = f"{type(error).__name__}: {error}"
         recorder.last_words(words)
+        abandon_groups()
         if not isinstance(error, (ModelConfigError, CheckpointError)):
             log.exception("rank %d failed", spec.rank)
         link.send(messages.Goodbye(spec.rank, words))
         raise
     else:
         link.send(messages.Goodbye(spec.rank, ""))
+        observer.close()
     finally:
         link.close()
+
+
+def _tell(link: Link, error: VoteError) -> None:
+    """The report goes into this rank's own log and to the launcher, which shows it once."""
+    if isinstance(error, LockstepBroken) and error.report:
+        print(error.report, file=sys.stderr, flush=True)
+        link.send(messages.Diagnosis(link.rank, error.report))
+    link.send(messages.Goodbye(link.rank, str(error)))
+
+
+def code_digest() -> str:
+    """Stands for the source files of the packages that run on a rank: ranks with other code do not belong together."""
+    root = Path(__file__).resolve().parents[1]
+    found = hashlib.blake2b(digest_size=8)
+    for package in ("dp_engine", "ep", "kernels", "vote"):
+        for path in sorted((root / package).rglob("*.[pc]*")):
+            if path.suffix in (".py", ".c"):
+                found.update(f"{path.relative_to(root)}\0{len(data := path.read_bytes())}\0".encode() + data)
+    return found.hexdigest()
 
 
 def gang_settings(spec: RankSpec, config: ModelConfig, checkpoint_digest: str, num_blocks: int) -> Settings:
     """What must be equal on all ranks, by name. The names appear in the error if it is not."""
     settings = {
+        "code": code_digest(),
         "protocol": f"{PROTOCOL_VERSION}.{messages.PROTOCOL_VERSION}",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -79,7 +105,13 @@ def gang_settings(spec: RankSpec, config: ModelConfig, checkpoint_digest: str, n
     return settings
 
 
-def _join(spec: RankSpec, store: dist.Store | None, link: Link, recorder: Recorder) -> Engine:
+def _observer_keys(spec: RankSpec) -> ObserverKeys:
+    return ObserverKeys(spec.keys.client_public, spec.keys.client_secret)
+
+
+def _join(
+    spec: RankSpec, store: dist.Store | None, link: Link, recorder: Recorder, observer: ObserverProcess
+) -> Engine:
     """Check the settings before anything is loaded, load, wait for the slowest, warm up, say Hello."""
     device = _device()
     config = ModelConfig.load(Path(spec.model_dir), spec.engine)
@@ -87,6 +119,9 @@ def _join(spec: RankSpec, store: dist.Store | None, link: Link, recorder: Record
     settings = gang_settings(spec, config, config.digest, num_blocks)
     if store is not None:
         compare_settings(store, spec.rank, spec.world_size, settings, spec.start_timeout_s)
+    observers = gather_observers(
+        observer, store, spec.rank, spec.world_size, _observer_keys(spec), spec.start_timeout_s
+    )
     control, data = connect_groups(
         store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device,
         timeout_s=spec.vote.control_timeout_s,
@@ -105,7 +140,7 @@ def _join(spec: RankSpec, store: dist.Store | None, link: Link, recorder: Record
     worker = make_worker(runner, spec.engine.overlap, spec.threads, recorder.data)
     mixed = spec.engine.policy == "unified"
     protocol = StepProtocol(
-        control, spec.vote, Witness(recorder), mixed=mixed, settings=digest(settings), epoch=spec.epoch,
+        control, spec.vote, Witness(recorder, observers), mixed=mixed, settings=digest(settings), epoch=spec.epoch,
         count_collectives=lambda: worker.num_collectives, on_ballot=counters.count_ballot,
     )  # fmt: skip
     scheduler = make_scheduler(spec.engine, num_blocks, config.max_model_len, config.eos_token_ids)
@@ -119,6 +154,7 @@ def _join(spec: RankSpec, store: dist.Store | None, link: Link, recorder: Record
             pid=os.getpid(),
             num_blocks=num_blocks - 1,
             max_model_len=config.max_model_len,
+            observer=observer.address,
         )
     )
     return Engine(

@@ -10,7 +10,7 @@ from vote.config import VoteConfig
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Everything a rank is told. All but `rank` and `threads` is the same for the whole gang."""
+    """Everything a rank is told. All but `rank`, `threads` and `host` is the same for the whole gang."""
 
     rank: int
     world_size: int
@@ -23,3 +23,4 @@ class RankSpec:
     experts: ExpertConfig
     start_timeout_s: float
     threads: int
+    host: str  # this rank's own address, for what listens beside it

@@ -25,6 +25,8 @@ MODEL = typer.Option(help="Checkpoint directory in Hugging Face's layout, or `de
 DP = typer.Option(help="Number of data-parallel ranks.", show_default=False)
 SET = typer.Option("--set", help="Any setting: --set engine.block_size=32. Repeatable.", metavar="K=V")
 RAY_ADDRESS = typer.Option(help="Join this Ray cluster instead of starting a local one.", show_default=False)
+URL = typer.Option(help="Base URL of the server.")
+DEFAULT_URL = "http://127.0.0.1:8000"
 VERBOSE = typer.Option("--verbose", "-v", help="Show the ranks' log lines.")
 
 
@@ -73,7 +75,7 @@ def generate(
 
 @app.command()
 def chat(
-    url: Annotated[str, typer.Option(help="Base URL of the server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, URL] = DEFAULT_URL,
     model: Annotated[str | None, typer.Option(help="Model name; default: the server's.", show_default=False)] = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     temperature: Annotated[float | None, typer.Option(help="Default: the model's.", show_default=False)] = None,
@@ -83,6 +85,32 @@ def chat(
     from launcher.chat import run_chat
 
     raise typer.Exit(run_chat(url, model=model, system=system, temperature=temperature, max_tokens=max_tokens))
+
+
+@app.command()
+def doctor(url: Annotated[str, URL] = DEFAULT_URL) -> None:
+    """Compare the ranks of a running or hung server: where each is, since when, and who left the lockstep.
+
+    Exit code 0 if nobody has left it, else 1.
+    """
+    from launcher.diagnose import run_doctor
+
+    _ask(lambda: run_doctor(url))
+
+
+@app.command()
+def trace(
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("trace.json"),
+    url: Annotated[str, URL] = DEFAULT_URL,
+    steps: Annotated[int | None, typer.Option(min=1, help="Only the last N steps.", show_default=False)] = None,
+) -> None:
+    """Write the recent steps of a running server as a Chrome trace, for ui.perfetto.dev.
+
+    Ranks are processes in it; steps, ballots, dispatch, experts and combine are slices.
+    """
+    from launcher.diagnose import run_trace
+
+    _ask(lambda: run_trace(url, output, steps))
 
 
 @app.command("demo-model")
@@ -109,6 +137,16 @@ def show_config(
 
     resolved: DeploymentConfig = load_config(config, settings)
     print(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), end="")
+
+
+def _ask(question: Callable[[], int]) -> None:
+    from launcher.diagnose import DiagnoseError
+
+    try:
+        raise typer.Exit(question())
+    except DiagnoseError as error:
+        Terminal(False).error(str(error))
+        raise typer.Exit(1) from None
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, int]], terminal: Terminal) -> None:

@@ -28,14 +28,24 @@ EPOCH = 1  # of the first gang
 class Deployment:
     """Async context manager: inside it the ranks are starting, `ready` waits for them, and `router` takes requests.
 
-    Everything it started is gone after it. `say` gets one short line per stage; `on_log` the ranks' log lines.
+    Everything it started is gone after it. `say` gets one short line per stage; `on_log` the ranks'
+    log lines, `on_diagnosis` the report of a gang that left the lockstep.
     """
 
-    def __init__(self, config: DeploymentConfig, model_dir: Path, *, say: Callable[[str], None], on_log: OnLog) -> None:
+    def __init__(
+        self,
+        config: DeploymentConfig,
+        model_dir: Path,
+        *,
+        say: Callable[[str], None],
+        on_log: OnLog,
+        on_diagnosis: Callable[[str], None],
+    ) -> None:
         self._config = config
         self._model_dir = model_dir
         self._say = say
         self._on_log = on_log
+        self._on_diagnosis = on_diagnosis
         self._stack = contextlib.AsyncExitStack()
         self._ended: asyncio.Task[str] | None = None
         self.router: Router
@@ -76,7 +86,7 @@ class Deployment:
         await gang.place()
         keys = LaunchKeys.generate()
         host = cfg.router.host or ("127.0.0.1" if gang.on_node(session.node_id()) else session.node_ip())
-        self.router = Router(cfg.dp, keys, EPOCH, host, cfg.router.max_inflight, self._on_log)
+        self.router = Router(cfg.dp, keys, EPOCH, host, cfg.router.max_inflight, self._on_log, self._on_diagnosis)
         await self.router.start()
         self._stack.push_async_callback(self.router.close)
         self._say("loading the model")

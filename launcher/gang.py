@@ -29,7 +29,7 @@ BYSTANDER = "LockstepBroken"  # the error of ranks that only noticed
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank's `run` ended. `bystander`: it only noticed that another rank had left."""
+    """How a rank's `run` ended. `bystander`: it only noticed that another rank had left, as its reason says."""
 
     rank: int
     reason: str
@@ -39,8 +39,8 @@ class RankEnd:
 def blame(ends: Iterable[RankEnd]) -> str:
     """Who ended the gang, in one line: not those that only noticed, unless there is nobody else."""
     known = sorted(ends, key=lambda end: end.rank)
-    culprits = [end for end in known if not end.bystander] or known
-    return "; ".join(f"rank {end.rank} {end.reason}" for end in culprits)
+    culprits = [end for end in known if not end.bystander]
+    return "; ".join(f"rank {end.rank} {end.reason}" for end in culprits) or next(end.reason for end in known)
 
 
 class Gang:
@@ -136,6 +136,7 @@ class Gang:
                 experts=cfg.experts,
                 start_timeout_s=timeout_s,
                 threads=threads[rank],
+                host="127.0.0.1" if single_host else self.whereabouts[rank].node_ip,
             )
             for rank in range(cfg.dp)
         ]
@@ -152,8 +153,9 @@ class Gang:
             return RankEnd(rank, f"died: its process (pid {pid}) was killed or crashed")
         except RayTaskError as error:
             cause = error.cause
-            bystander = type(cause).__name__ == BYSTANDER
-            return RankEnd(rank, f"failed: {type(cause).__name__}: {_one_line(cause)}", bystander)
+            if type(cause).__name__ == BYSTANDER:
+                return RankEnd(rank, _one_line(cause), bystander=True)
+            return RankEnd(rank, f"failed: {type(cause).__name__}: {_one_line(cause)}")
         except RayError as error:
             return RankEnd(rank, f"ended: {type(error).__name__}: {_one_line(error)}")
         return RankEnd(rank, "left unasked")

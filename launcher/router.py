@@ -10,6 +10,7 @@ import msgspec
 
 from dp_engine.messages import (
     Add,
+    Diagnosis,
     Goodbye,
     Hello,
     LogLine,
@@ -25,6 +26,7 @@ from launcher.keys import LaunchKeys
 from launcher.link import Congested, RankLink, Unroutable
 from launcher.roster import Roster, name_ranks
 from launcher.ticket import Delta, GangDown, Inbox, QueueFull, RankBusy, RequestRejected, Ticket
+from vote.observers import ObserverKeys, Observers
 
 __all__ = ["Delta", "GangDown", "Inbox", "QueueFull", "RankBusy", "RequestRejected", "Router", "Ticket"]
 
@@ -47,6 +49,7 @@ class Router:
         host: str = "127.0.0.1",
         max_inflight: int = 4096,
         on_log: OnLog | None = None,
+        on_diagnosis: Callable[[str], None] | None = None,
     ) -> None:
         self.world_size = world_size
         self.max_inflight = max_inflight
@@ -56,8 +59,10 @@ class Router:
         self.bad_messages = 0  # did not parse, or came from a peer that has no say
         self.last_output_at: float | None = None  # time.monotonic()
         self.books = Books(world_size)
+        self._keys = keys
         self._host = host
         self._on_log = on_log
+        self._on_diagnosis = on_diagnosis  # called once
         self._link = RankLink(keys, self._on_message, send_high_water=4 * max_inflight + 1024)
         self._roster = Roster(world_size, keys.launch_id, epoch, self._link, self._on_lost)
         self._tickets: dict[int, Ticket] = {}
@@ -80,6 +85,11 @@ class Router:
     @property
     def hellos(self) -> dict[int, Hello]:
         return self._roster.hellos
+
+    def observers(self) -> Observers:
+        """Whom to ask about the ranks, whatever state they are in; those that have said Hello."""
+        keys = ObserverKeys(self._keys.client_public, self._keys.client_secret)
+        return Observers({rank: hello.observer for rank, hello in self.hellos.items()}, keys)
 
     @property
     def wake(self) -> int:
@@ -266,6 +276,8 @@ class Router:
             self._on_goodbye(rank, message)
         elif isinstance(message, LogLine):
             self._on_line(rank, message)
+        elif isinstance(message, Diagnosis):
+            self._on_report(rank, message)
         elif rank is None:
             self.bad_messages += 1
         elif isinstance(message, Output):
@@ -281,6 +293,14 @@ class Router:
             self.bad_messages += 1
         elif self._on_log is not None:
             self._on_log(line.rank, line.level, line.text)
+
+    def _on_report(self, rank: int | None, diagnosis: Diagnosis) -> None:
+        """All ranks that noticed send the same; the first is shown. It may come before a Hello: from the warm-up."""
+        if rank not in (None, diagnosis.rank):
+            self.bad_messages += 1
+        elif self._on_diagnosis is not None and not self._stopping:
+            self._on_diagnosis(diagnosis.text)
+            self._on_diagnosis = None
 
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
         if self._roster.admit(identity, hello):

@@ -72,7 +72,9 @@ async def _service(config: DeploymentConfig, terminal: Terminal) -> AsyncIterato
     model_dir = await asyncio.to_thread(resolve_model, config)
     loading = asyncio.create_task(asyncio.to_thread(Text.load, model_dir))
     try:
-        async with Deployment(config, model_dir, say=terminal.stage, on_log=terminal.rank_log) as deployment:
+        async with Deployment(
+            config, model_dir, say=terminal.stage, on_log=terminal.rank_log, on_diagnosis=terminal.report
+        ) as deployment:
             name = config.server.model_name or model_dir.name
             yield deployment, Service(await loading, deployment.router, name, config.engine.block_size)
     finally:

@@ -26,6 +26,9 @@ class Terminal:
     def error(self, text: str) -> None:
         self.console.print(Text(f"phalanx: error: {text}", style="bold red"))
 
+    def report(self, text: str) -> None:
+        self.console.print(Text(text))
+
     def rank_log(self, rank: int, level: int, text: str) -> None:
         if level < self._level:
             return

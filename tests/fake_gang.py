@@ -63,7 +63,7 @@ class StubGang:
         self.router = Router(world_size, keys, epoch=1, **options)
         self.router._link.send = self._send  # type: ignore[method-assign]
         for rank in range(world_size if present is None else present):
-            self.say(rank, Hello(PROTOCOL_VERSION, keys.launch_id, 1, rank, world_size, 1, 100, 512))
+            self.say(rank, Hello(PROTOCOL_VERSION, keys.launch_id, 1, rank, world_size, 1, 100, 512, ""))
         self.take()
 
     def say(self, rank: int, message: Any) -> None:

@@ -89,6 +89,7 @@ class FakeRank:
                 "pid": 4711 + rank,
                 "num_blocks": num_blocks,
                 "max_model_len": max_model_len,
+                "observer": "",
                 **(hello or {}),
             }
         )

@@ -1,5 +1,6 @@
 """Control groups: how ballots travel. Here over torch.distributed; `vote.simulated` does without processes."""
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -47,6 +48,14 @@ class SoloGroup:
 
     def all_reduce_min(self, vector: np.ndarray) -> np.ndarray:
         return vector.copy()
+
+
+def abandon_groups() -> None:
+    """This rank leaves unasked: close its connections, so that others who wait for it notice at once. A collective that
+    runs in another thread of it fails too."""
+    if dist.is_initialized():
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
 def connect_groups(

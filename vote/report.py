@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from textwrap import wrap
 
 import msgspec
 import numpy as np
@@ -10,6 +11,8 @@ from vote.ballot import AGREED
 from vote.recorder import Recording
 
 SHOWN_ENTRIES = 10
+LINE_WIDTH = 116
+GLUE = "\u00a0"
 LATE_S = 1.0  # a rank that came this much later than the first one, to a collective that failed, held it up
 
 
@@ -123,11 +126,9 @@ def culprits(seen: Sightings, *, mismatch: bool = False) -> dict[int, str]:
     reach; with `mismatch`, that voted otherwise than most; that are in no collective while others wait; that are in
     another one than most; that came to it late.
     """
+    if ended := culprits_by_state(seen):
+        return ended
     there = {rank: sighting for rank, sighting in seen.items() if sighting is not None}
-    if failed := {rank: f"failed: {sighting.words}" for rank, sighting in there.items() if sighting.words}:
-        return failed
-    if gone := {rank: words for rank, sighting in seen.items() if (words := _gone(sighting))}:
-        return gone
     if mismatch:
         return _odd_votes(there)
     waiting = {rank: entry for rank, sighting in there.items() if (entry := sighting.inside) is not None}
@@ -136,6 +137,12 @@ def culprits(seen: Sightings, *, mismatch: bool = False) -> dict[int, str]:
     if outside := {rank: _outside(sighting) for rank, sighting in there.items() if rank not in waiting}:
         return outside
     return _elsewhere(there) or _late(waiting)
+
+
+def culprits_by_state(seen: Sightings) -> dict[int, str]:
+    """The ranks that failed by themselves, else those that are dead, stopped or out of reach."""
+    failed = {rank: f"failed: {sighting.words}" for rank, sighting in seen.items() if sighting and sighting.words}
+    return failed or {rank: words for rank, sighting in seen.items() if (words := _gone(sighting))}
 
 
 def compose(seen: Sightings, *, mismatch: bool = False) -> Report:
@@ -152,6 +159,31 @@ def compose(seen: Sightings, *, mismatch: bool = False) -> Report:
         *_table(seen, blamed),
     ]
     return Report(blamed, step, what, "\n".join(lines))
+
+
+def examine(before: Sightings, now: Sightings) -> Report:
+    """What two looks at a gang, a moment apart, say of it. Without culprits all is well, or nobody can be told from the
+    others: a rank is stuck if it is where it was."""
+    stuck = [rank for rank, sighting in now.items() if _same(before.get(rank), sighting)]
+    blamed = culprits(now) if stuck else culprits_by_state(now)
+    there = [sighting for sighting in now.values() if sighting is not None]
+    step = max((sighting.last.step for sighting in there if sighting.last), default=0)
+    count = f"{len(now)} rank{'s' if len(now) > 1 else ''}"
+    if blamed:
+        title = "out of lockstep: " + "; ".join(f"rank {rank} {words}" for rank, words in sorted(blamed.items()))
+    elif stuck:
+        title = f"{count} at step {step}: all wait in the same collective, no rank can be singled out"
+    elif all(sighting.asleep for sighting in there):
+        title = f"{count} asleep: nobody has work"
+    else:
+        title = f"{count} in lockstep at step {step}"
+    return Report(blamed, step, "", "\n".join([title, *_table(now, blamed, brief=not blamed and not stuck)]))
+
+
+def _same(before: Sighting | None, now: Sighting | None) -> bool:
+    """Was the rank in a collective, and is it still in the same one?"""
+    was, still = (sighting.inside if sighting is not None else None for sighting in (before, now))
+    return was is not None and still is not None and (was.kind, was.ordinal) == (still.kind, still.ordinal)
 
 
 # ---- who
@@ -180,7 +212,7 @@ def _outside(sighting: Sighting) -> str:
         return f"sleeps since {_clock(nap.entered)} while others vote"
     if sighting.last is None:
         return "has not come to its first vote"
-    return f"hangs outside any collective, last seen {_where(sighting.last, sighting.taken_at)}"
+    return f"is in no collective, last seen {_where(sighting.last, sighting.taken_at)}"
 
 
 def _odd_votes(there: Mapping[int, Sighting]) -> dict[int, str]:
@@ -241,20 +273,20 @@ def _clock(at: float) -> str:
     return f"{str(moment)[11:]} UTC"
 
 
-def _table(seen: Sightings, blamed: Mapping[int, str]) -> list[str]:
+def _table(seen: Sightings, blamed: Mapping[int, str], *, brief: bool = False) -> list[str]:
+    """A paragraph a rank; those to blame are marked and come with their stack."""
     lines: list[str] = []
     for rank, sighting in sorted(seen.items()):
-        mark = ">" if rank in blamed else " "
-        lines.append(f"{mark} rank {rank}: {describe(sighting)}")
-        if sighting is None:
+        lines.append(f"{'>' if rank in blamed else ' '} rank {rank}: {_describe(sighting)}")
+        if sighting is None or brief:
             continue
-        lines += [f"      last {name}: {line}" for name, line in _last_lines(sighting)]
-        if sighting.stack:
-            lines += ["      stack:", *(f"        {line}" for line in sighting.stack.splitlines())]
+        lines += [*_last_entries("control", sighting.control), *_last_entries("data", sighting.data)]
+        if sighting.stack and (rank in blamed or not blamed):
+            lines += ["    stack:", *(f"      {line}" for line in sighting.stack.splitlines())]
     return lines
 
 
-def describe(sighting: Sighting | None) -> str:
+def _describe(sighting: Sighting | None) -> str:
     """One line on where a rank is."""
     if sighting is None:
         return "out of reach"
@@ -270,16 +302,15 @@ def describe(sighting: Sighting | None) -> str:
     return f"{who}, {_where(sighting.last, sighting.taken_at)}"
 
 
-def _last_lines(sighting: Sighting) -> list[tuple[str, str]]:
-    """The last entries of both rings, newest first, each as kind#ordinal@step(duration)."""
-    rows = []
-    for name, entries in (("control", sighting.control), ("data", sighting.data)):
-        shown = [_brief(entry) for entry in reversed(entries[-SHOWN_ENTRIES:])]
-        rows.append((name, ", ".join(shown) or "nothing"))
-    return rows
+def _last_entries(name: str, entries: list[Entry]) -> list[str]:
+    """Newest first."""
+    shown = ", ".join(_brief(entry) for entry in reversed(entries[-SHOWN_ENTRIES:])) or "nothing"
+    lines = wrap(f"last {name}: {shown}", LINE_WIDTH, initial_indent="    ", subsequent_indent="      ")
+    return [line.replace(GLUE, " ") for line in lines]
 
 
 def _brief(entry: Entry) -> str:
+    """In one piece for the line-breaker."""
     number = f"#{entry.ordinal}" if entry.ordinal else ""
     took = "still inside" if entry.left is None else f"{(entry.left - entry.entered) * 1e3:.2f} ms"
-    return f"{entry.kind}{number} step {entry.step} ({took})"
+    return f"{entry.kind}{number} of step {entry.step} ({took})".replace(" ", GLUE)

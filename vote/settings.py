@@ -3,11 +3,14 @@
 import hashlib
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch.distributed as dist
 
 from vote.errors import RanksMissing, SettingsMismatch
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 Settings = Mapping[str, str]
 
@@ -25,7 +28,7 @@ def differences(by_rank: Mapping[int, Settings]) -> dict[str, dict[int, str]]:
     return {name: values for name, values in table.items() if len(set(values.values())) > 1}
 
 
-def compare_settings(store: dist.Store, rank: int, size: int, settings: Settings, timeout_s: float) -> None:
+def compare_settings(store: "Store", rank: int, size: int, settings: Settings, timeout_s: float) -> None:
     """Publish this rank's settings, read everybody's, and raise if they differ or somebody stays away.
 
     Raises SettingsMismatch (naming ranks, settings, values) or RanksMissing.
@@ -37,7 +40,7 @@ def compare_settings(store: dist.Store, rank: int, size: int, settings: Settings
         raise SettingsMismatch(table)
 
 
-def wait_for_keys(store: dist.Store, keys: Mapping[int, str], timeout_s: float, what: str) -> None:
+def wait_for_keys(store: "Store", keys: Mapping[int, str], timeout_s: float, what: str) -> None:
     """Wait until every rank's key is there; RanksMissing names those that are not."""
     deadline = time.monotonic() + timeout_s
     while True:

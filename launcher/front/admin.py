@@ -1,16 +1,23 @@
 """The operator's endpoints: health, readiness, metrics, and what the schedulers may do."""
 
+import asyncio
+
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launcher.front.body import read_json
-from launcher.front.schemas import PauseRequest, validate
+from launcher.front.schemas import PauseRequest, TraceRequest, validate
 from launcher.metrics import RouterCollector
 from launcher.router import Router
+from vote.recorder import MAX_ENTRIES
+from vote.report import examine
+from vote.trace import chrome_trace
 
 MAX_BODY = 1 << 16
+STUCK_S = 1.0  # a rank that is where it was this long ago is stuck
 
 
 class Admin:
@@ -18,6 +25,7 @@ class Admin:
 
     def __init__(self, router: Router) -> None:
         self._router = router
+        self._looking = asyncio.Lock()  # one at a time: it costs the machine something
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(RouterCollector(router))
 
@@ -30,6 +38,8 @@ class Admin:
             Route("/pause", self.pause, methods=["GET", "POST"]),
             Route("/resume", self.resume, methods=["POST"]),
             Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
+            Route("/debug/doctor", self.doctor),
+            Route("/debug/trace", self.trace),
         ]
 
     async def health(self, request: Request) -> Response:
@@ -44,6 +54,25 @@ class Admin:
             return JSONResponse({"status": "not ready", "reason": reason}, 503)
         paused = {"paused": self._router.paused} if self._router.paused != "none" else {}
         return JSONResponse({"status": "ready", "ranks": self._router.world_size} | paused)
+
+    async def doctor(self, request: Request) -> Response:
+        """Are the ranks in lockstep? Two looks at them from outside, which works while they hang."""
+        del request
+        observers = self._router.observers()
+        async with self._looking:
+            before = await asyncio.to_thread(observers.look)
+            await asyncio.sleep(STUCK_S)
+            report = examine(before, await asyncio.to_thread(observers.look, stack=True))
+        ranks = [{"rank": rank, "words": words} for rank, words in sorted(report.culprits.items())]
+        return JSONResponse({"lockstep": not ranks, "culprits": ranks, "step": report.step, "text": report.text})
+
+    async def trace(self, request: Request) -> Response:
+        """The recent steps of all ranks as a Chrome trace; `steps` limits how many."""
+        steps = validate(TraceRequest, dict(request.query_params)).steps
+        async with self._looking:
+            seen = await asyncio.to_thread(self._router.observers().look, MAX_ENTRIES)
+            text = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(seen, steps)))
+        return Response(text, media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
         del request

@@ -172,6 +172,14 @@ class PauseRequest(_Strict):
     mode: Literal["new", "all"] = "all"
 
 
+class TraceRequest(BaseModel):
+    """Query of GET /debug/trace."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    steps: int | None = Field(None, ge=1)
+
+
 R = TypeVar("R", bound=BaseModel)
 
 

@@ -166,7 +166,7 @@ def test_strangers_are_not_heard(kind: str) -> None:
         stranger = RankKeys(keys.launch_id, keys.server_public, foreign.client_public, foreign.client_secret)
         context, socket = connect(router.endpoint, None if kind == "no encryption" else stranger)
         with suppress(zmq.Again):  # not connected: nothing can be sent at all
-            socket.send(encode(Hello(PROTOCOL_VERSION, keys.launch_id, 1, 0, 1, 1, 1, 1)), flags=zmq.NOBLOCK)
+            socket.send(encode(Hello(PROTOCOL_VERSION, keys.launch_id, 1, 0, 1, 1, 1, 1, "")), flags=zmq.NOBLOCK)
         try:
             with pytest.raises(TimeoutError, match="no word from rank 0"):
                 await router.wait_ready(0.5)
