@@ -24,7 +24,7 @@ from launcher.rank_actor import RankActor, Rendezvous, Whereabouts
 log = logging.getLogger(__name__)
 
 SETTLE_S = 4.0  # after the first rank ends, the others get this long to say what they saw
-BYSTANDER = "LockstepBroken"  # the error of ranks that only noticed
+BYSTANDERS = {"LockstepBroken", "SettingsMismatch", "RanksMissing"}  # errors of ranks that only noticed something
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Gang:
             return RankEnd(rank, f"died: its process (pid {pid}) was killed or crashed")
         except RayTaskError as error:
             cause = error.cause
-            if type(cause).__name__ == BYSTANDER:
+            if type(cause).__name__ in BYSTANDERS:
                 return RankEnd(rank, _one_line(cause), bystander=True)
             return RankEnd(rank, f"failed: {type(cause).__name__}: {_one_line(cause)}")
         except RayError as error:

@@ -122,7 +122,7 @@ async def _stack(pid: int) -> str:
 
 
 def _of_interest(dump: str) -> str:
-    """The loop's thread and the steps' out of py-spy's dump, without Ray's frames; all threads if these are not found."""
+    """The loop's and the steps' threads out of py-spy's dump, without Ray's frames; all if these are not found."""
     threads = ["Thread" + rest for rest in dump.split("\nThread")[1:]]
     ours = [thread for thread in threads if thread.split("\n")[0].endswith(('"MainThread"', '"steps"'))]
     lines = [line for thread in ours or threads for line in thread.splitlines()]
