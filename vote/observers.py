@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from vote.recorder import Recorder
-from vote.report import SHOWN_ENTRIES, Report, Sighting
+from vote.report import LOOKED_AT, Report, Sighting
 from vote.settings import wait_for_keys
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Observers:
         self.addresses = dict(addresses)
         self._keys = keys
 
-    def look(self, last: int = SHOWN_ENTRIES, *, stack: bool = False) -> dict[int, Sighting | None]:
+    def look(self, last: int = LOOKED_AT, *, stack: bool = False) -> dict[int, Sighting | None]:
         """Every rank as seen from outside; None for one whose observer does not answer."""
         answers = self._ask(self.addresses, Look(last, stack), STACK_S if stack else LOOK_S)
         return {rank: None if answer is None else _decode_sighting(answer) for rank, answer in answers.items()}

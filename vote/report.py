@@ -10,7 +10,8 @@ import numpy as np
 from vote.ballot import AGREED
 from vote.recorder import Recording
 
-SHOWN_ENTRIES = 10
+SHOWN_ENTRIES = 10  # collectives of each ring
+LOOKED_AT = 32  # entries of each ring: collectives and what lies between
 LINE_WIDTH = 116
 GLUE = "\u00a0"
 LATE_S = 1.0  # a rank that came this much later than the first one, to a collective that failed, held it up
@@ -83,7 +84,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def sight(
-    recording: Recording, *, state: str, host: str, now: float, last: int = SHOWN_ENTRIES, stack: str = ""
+    recording: Recording, *, state: str, host: str, now: float, last: int = LOOKED_AT, stack: str = ""
 ) -> Sighting:
     """A sighting from a copy of a rank's recorder, with the `last` entries of each ring."""
     voted = recording.ballot[0 : 2 * len(AGREED) : 2].tolist()
@@ -244,7 +245,7 @@ def _elsewhere(there: Mapping[int, Sighting]) -> dict[int, str]:
     if count * 2 <= len(places):
         usual = max(places.values())
     return {
-        rank: f"is elsewhere: in {_where(entry, there[rank].taken_at)}"
+        rank: f"is elsewhere: {_where(entry, there[rank].taken_at)}"
         for rank, place in places.items()
         if place != usual and (entry := there[rank].inside) is not None
     }
@@ -291,10 +292,11 @@ def _describe(sighting: Sighting | None) -> str:
     if sighting is None:
         return "out of reach"
     who = f"pid {sighting.pid} on {sighting.host}, {sighting.state}"
+    waits = "was" if sighting.state == "dead" else "waits"
     if sighting.words:
         return f"{who}, failed: {sighting.words}"
     if (inside := sighting.inside) is not None:
-        return f"{who}, waits {_where(inside, sighting.taken_at)}"
+        return f"{who}, {waits} {_where(inside, sighting.taken_at)}"
     if (nap := sighting.asleep) is not None:
         return f"{who}, asleep since {_clock(nap.entered)}"
     if sighting.last is None:
@@ -303,8 +305,9 @@ def _describe(sighting: Sighting | None) -> str:
 
 
 def _last_entries(name: str, entries: list[Entry]) -> list[str]:
-    """Newest first."""
-    shown = ", ".join(_brief(entry) for entry in reversed(entries[-SHOWN_ENTRIES:])) or "nothing"
+    """The last collectives, and whatever else is still going on, newest first."""
+    collectives = [entry for entry in entries if entry.ordinal or entry.left is None]
+    shown = ", ".join(_brief(entry) for entry in reversed(collectives[-SHOWN_ENTRIES:])) or "nothing"
     lines = wrap(f"last {name}: {shown}", LINE_WIDTH, initial_indent="    ", subsequent_indent="      ")
     return [line.replace(GLUE, " ") for line in lines]
 
