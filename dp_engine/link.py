@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from dp_engine.messages import MAX_MESSAGE_BYTES, LogLine, Message, ToRank, decode_to_rank, encode
+from dp_engine.messages import MAX_MESSAGE_BYTES, LogLine, Message, ToRank, Welcome, decode_to_rank, encode
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,14 @@ class Link:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until something arrives; False after `timeout_s`."""
         return bool(self._socket.poll(None if timeout_s is None else int(timeout_s * 1000)))
+
+    def wait_welcome(self, timeout_s: float) -> None:
+        """Block until the router has answered the Hello; it sends nothing else before that. Raises TimeoutError.
+
+        A rank votes only after that: a Welcome that found it asleep would wake it alone.
+        """
+        if not self.wait(timeout_s) or not isinstance(decode_to_rank(self._socket.recv()), Welcome):
+            raise TimeoutError(f"the router did not welcome rank {self.rank} within {timeout_s:g} s")
 
     def close(self) -> None:
         self._socket.close()

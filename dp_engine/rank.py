@@ -157,6 +157,7 @@ def _join(
             observer=observer.address,
         )
     )
+    link.wait_welcome(spec.start_timeout_s)
     return Engine(
         link, protocol, scheduler, worker, counters, mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control
     )

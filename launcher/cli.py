@@ -91,7 +91,7 @@ def chat(
 def doctor(url: Annotated[str, URL] = DEFAULT_URL) -> None:
     """Compare the ranks of a running or hung server: where each is, since when, and who left the lockstep.
 
-    Exit code 0 if nobody has left it, else 1.
+    Exit code 0 if nobody has left it, 1 if somebody has, 2 if the server cannot be asked.
     """
     from launcher.diagnose import run_doctor
 
@@ -145,8 +145,7 @@ def _ask(question: Callable[[], int]) -> None:
     try:
         raise typer.Exit(question())
     except DiagnoseError as error:
-        Terminal(False).error(str(error))
-        raise typer.Exit(1) from None
+        raise ConfigError(str(error)) from None
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, int]], terminal: Terminal) -> None:

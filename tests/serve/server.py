@@ -95,6 +95,11 @@ class Server:
         """Processes of the ranks, by the name Ray gives them."""
         return sorted(p.pid for p in self.family() if "RankActor" in " ".join(p.cmdline()))
 
+    def pid_of(self, rank: int) -> int:
+        """The process of a rank, as its observer tells."""
+        answer = httpx.get(f"{self.url}/debug/doctor", timeout=30).json()
+        return int(re.findall(rf"rank {rank}: pid (\d+)", answer["text"])[0])
+
     def family(self) -> list[psutil.Process]:
         """All processes below the launcher that are alive."""
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -126,6 +131,29 @@ class Server:
         text = httpx.get(f"{self.url}/metrics").text
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
+
+
+def keep_busy(server: Server, streams: int = 4) -> list[threading.Thread]:
+    """Long requests, whose ends (of any kind) the tests do not care about."""
+
+    def ask() -> None:
+        body = {"model": server.model, "prompt": [5] * 8, "max_tokens": 500, "ignore_eos": True}
+        try:
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        except httpx.HTTPError:
+            return
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(streams)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    return threads
+
+
+def ask_phalanx(*args: str) -> subprocess.CompletedProcess[str]:
+    """Another phalanx command, to its end."""
+    command = [sys.executable, "-m", "launcher", *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def wait_until(condition: Any, timeout_s: float, what: str) -> None:

@@ -6,37 +6,18 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
-from tests.serve.server import ROOT, Server, alive, port_is_free, shared_memory, wait_until
+from tests.serve.server import ROOT, Server, alive, keep_busy, port_is_free, shared_memory, wait_until
 
 
 def start(checkpoint: Path, *args: str, **options: Any) -> Server:
     return Server("--model", str(checkpoint), *args, **options)
-
-
-def keep_busy(server: Server, streams: int = 4) -> list[threading.Thread]:
-    """Long requests, whose ends (of any kind) the tests do not care about."""
-
-    def ask() -> None:
-        body = {"model": server.model, "prompt": [5] * 8, "max_tokens": 500, "ignore_eos": True}
-        try:
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-        except httpx.HTTPError:
-            return
-
-    threads = [threading.Thread(target=ask, daemon=True) for _ in range(streams)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.3)
-    return threads
 
 
 def assert_nothing_left(server: Server, family: list[psutil.Process], shm: set[str]) -> None:
@@ -83,18 +64,6 @@ def test_killed_rank_of_an_idle_gang(checkpoint: Path) -> None:
         os.kill(server.rank_pids()[0], signal.SIGKILL)
         assert server.wait(20) == 1
         assert "was killed" in server.output
-
-
-@pytest.mark.parametrize("index", [0, 1])  # one of them is rank 0, which keeps the gang's store
-def test_stopped_rank_is_named_within_the_control_timeout(checkpoint: Path, index: int) -> None:
-    with start(checkpoint, "--dp", "2", "--set", "vote.control_timeout_s=3") as server:
-        family = server.family()
-        os.kill(server.rank_pids()[index], signal.SIGSTOP)
-        keep_busy(server)
-        assert server.wait(25) == 1
-        error = [line for line in server.lines if "error" in line][-1]
-        assert "hangs" in error or "does not answer" in error, server.output
-        wait_until(lambda: not alive(family), 10, "the stopped rank is gone too")
 
 
 def test_killed_launcher_leaves_nothing(checkpoint: Path) -> None:
