@@ -87,7 +87,9 @@ class Router:
         return self._roster.hellos
 
     def observers(self) -> Observers:
-        """Whom to ask about the ranks, whatever state they are in; those that have said Hello."""
+        """Whom to ask about the ranks, whatever state they are in. Raises GangDown before all have said Hello."""
+        if missing := self._roster.missing:
+            raise GangDown(f"waiting for {name_ranks(missing)}")
         keys = ObserverKeys(self._keys.client_public, self._keys.client_secret)
         return Observers({rank: hello.observer for rank, hello in self.hellos.items()}, keys)
 

@@ -10,9 +10,14 @@ import pytest
 
 from launcher.cli import main
 from launcher.diagnose import DiagnoseError, run_doctor, run_trace
+from launcher.keys import LaunchKeys
+from launcher.router import GangDown, Router
 from tests.front_server import FrontServer
 from vote.recorder import Recorder
 from vote.report import Sighting, sight
+
+
+WAITING = "the model is not available: waiting for ranks 0, 1"
 
 
 class FakeObservers:
@@ -110,3 +115,14 @@ def test_no_server_is_one_line_and_exit_code_2(
 def test_a_server_of_another_kind(url: str) -> None:
     with pytest.raises(DiagnoseError, match="/v1/debug/doctor answers 404"):
         run_doctor(f"{url}/v1")
+
+
+def test_before_all_ranks_are_there() -> None:
+    router = Router(2, LaunchKeys.generate(), epoch=1)
+    with pytest.raises(GangDown, match="waiting for ranks 0, 1"):
+        router.observers()
+    with FrontServer() as server:
+        server.router.observers = router.observers  # type: ignore[method-assign]
+        for path in ("doctor", "trace"):
+            reply = httpx.get(f"{server.url}/debug/{path}")
+            assert (reply.status_code, reply.json()["error"]["message"]) == (503, WAITING)
