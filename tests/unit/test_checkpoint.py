@@ -236,6 +236,17 @@ def test_digest_names_the_checkpoint(written: dict[str, Path], single: Path) -> 
     assert digest != Checkpoint(single).digest()
 
 
+def test_other_weights_of_the_same_shapes_have_another_digest(single: Path) -> None:
+    digest = Checkpoint(single).digest()
+    path = single / "model.safetensors"
+    tensors = load_file(path)
+    name = min(tensors, key=lambda name: tensors[name].numel())  # a norm
+    save_file(tensors | {name: tensors[name] + 1}, path, metadata={"format": "pt"})
+    assert digest != Checkpoint(single).digest()
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert digest == Checkpoint(single).digest()
+
+
 def test_config_says_what_the_checkpoint_says(written: dict[str, Path]) -> None:
     config = ModelConfig.load(written["single"], EngineConfig())
     assert (config.num_experts, config.top_k) == (8, 2)
