@@ -24,7 +24,11 @@ class ControlGroup(Protocol):
 
 class TorchControlGroup:
     """Ballots over a torch.distributed group, whose own time-out applies. `device`: CPU for gloo, the rank's GPU for
-    NCCL, where the result is waited for on the host."""
+    NCCL, where the result is waited for on the host.
+
+    Over gloo every rank sends its ballot to every other one. gloo's all-reduce cuts it into pieces that travel round a
+    ring one after the other: as many hops as with one number, and a multiple of the messages.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
         self._group = group
@@ -33,11 +37,23 @@ class TorchControlGroup:
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self.rank = group.rank()
         self.size = group.size()
+        self._set_length(0)
 
     def all_reduce_min(self, vector: np.ndarray) -> np.ndarray:
-        tensor = torch.from_numpy(vector.copy()).to(self._device)
-        self._group.allreduce([tensor], self._options).wait()
-        return tensor.cpu().numpy()
+        if self._device.type != "cpu":
+            tensor = torch.from_numpy(vector.copy()).to(self._device)
+            self._group.allreduce([tensor], self._options).wait()
+            return tensor.cpu().numpy()
+        if len(vector) != self._to_all.shape[1]:
+            self._set_length(len(vector))
+        self._to_all[:] = vector
+        self._group.alltoall_base(self._received, self._sent, [], []).wait()
+        return np.minimum.reduce(self._from_all)
+
+    def _set_length(self, length: int) -> None:
+        """Buffers by rank, each seen by numpy and by torch."""
+        self._to_all, self._from_all = np.empty((2, self.size, length), np.int32)
+        self._sent, self._received = (torch.from_numpy(buffer.ravel()) for buffer in (self._to_all, self._from_all))
 
 
 class SoloGroup:

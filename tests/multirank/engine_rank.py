@@ -113,6 +113,7 @@ def start(rank: int, group: Any, directory: Path, engines: Sequence[Mapping[str,
         experts=ExpertConfig(),
         start_timeout_s=60.0,
         threads=1,
+        host="127.0.0.1",
     )
     try:
         run_rank(spec, dist.distributed_c10d._get_default_store())
