@@ -45,6 +45,8 @@ class PhasedScheduler(Scheduler):
         return self._facts(
             wants_prefill=self._wanted,
             has_decode=has_decode,
+            backlog=self._wanted and self._backlog(self.waiting.head),
+            running=len(self.running),
             unfinished=has_decode or self._forks_to_come() or (head_may_run and self._config.role != "decode"),
         )
 
@@ -56,6 +58,11 @@ class PhasedScheduler(Scheduler):
         if self._num_dead or (self.prompted and self.paused == "none"):
             return True
         return len(self._continuing()) > 0
+
+    def _backlog(self, head: Sequence) -> bool:
+        """A prompt is half computed, or at least two could start, and twice as many as run."""
+        could_start = min(len(self.waiting), self._max_running - len(self.running))
+        return (head.has_row and not head.forked) or could_start >= 2 * max(len(self.running), 1)
 
     def _wants_prefill(self, head: Sequence) -> bool:
         """Could the head of `waiting` be prefilled now?

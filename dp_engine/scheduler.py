@@ -177,8 +177,8 @@ class Scheduler(ABC):
 
     # ---- for the policies
 
-    def _facts(self, **more: bool) -> Facts:
-        return Facts(wants_stop=self.wants_stop, wake=self.wake, **more)
+    def _facts(self, *, running: int = 0, **votes: bool) -> Facts:
+        return Facts(running=running, wants_stop=self.wants_stop, wake=self.wake, **votes)
 
     @property
     def _flying(self) -> bool:

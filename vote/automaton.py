@@ -4,7 +4,7 @@ What a rank does in a step follows from its state and from what it is told where
 enough for each state and each sequence of answers, however many states of the whole gang they occur in.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,14 +13,14 @@ from greenlet import getcurrent, greenlet
 
 from vote.ballot import Facts
 from vote.protocol import Agreement
+from vote.simulated import Meetings
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A rank before or after its look into the inbox. Equal keys: the same future. `frozen`: what brings it back."""
+    """A rank before or after its look into the inbox. Equal keys: the same future. Its subject can bring it back."""
 
     key: bytes
-    frozen: bytes
     asleep: bool = False
     stopped: bool = False
 
@@ -29,7 +29,8 @@ class Snapshot:
 class Turn:
     """What a rank did in a step.
 
-    facts: its first ballot; served: it took part in a prefill; could_work: it has something it could do now, whatever
+    facts: its first ballot; served: it got what it wanted a prefill for (or told that this
+    has ended); could_work: it has something it could do now, whatever
     it votes; counts: of everything that has to be the same on all ranks after each step.
     """
 
@@ -38,14 +39,6 @@ class Turn:
     served: bool
     could_work: bool
     counts: Hashable
-
-
-class Meetings(Protocol):
-    """Where ranks meet; `vote.simulated.SimulatedGang` is one, too."""
-
-    size: int
-
-    def meet(self, rank: int, place: Hashable, value: Any) -> list[Any]: ...
 
 
 class Subject(Protocol):
@@ -72,11 +65,10 @@ class Subject(Protocol):
 
 @dataclass(slots=True)
 class Place:
-    """A rank in the middle of a step waits for the others. `then`: what follows, by everybody's values."""
+    """A rank in the middle of a step waits for the others. `then`: what follows, by the mark of the answer."""
 
     name: Hashable
     value: Any
-    mark: Hashable
     then: dict[Hashable, "Place | Done"] = field(default_factory=dict)
 
 
@@ -150,13 +142,13 @@ class Walk:
         self._code: greenlet | None = None
         self._hub = getcurrent()
 
-    def go_on(self, marks: Hashable, values: list[Any]) -> None:
-        """Everybody has come to the place: what follows from their values."""
+    def go_on(self, answer: list[Any], mark: Hashable) -> None:
+        """Everybody has come to the place: what follows from `answer_at` it."""
         assert isinstance(self.at, Place)
-        following = self.at.then.get(marks)
+        following = self.at.then.get(mark)
         if following is None:
-            following = self.at.then[marks] = self.run(values)
-        self._answers.append(values)
+            following = self.at.then[mark] = self.run(answer)
+        self._answers.append(answer)
         self.at = following
 
     def run(self, answer: list[Any] | None) -> Place | Done:
@@ -169,8 +161,7 @@ class Walk:
 
     def meet(self, rank: int, place: Hashable, value: Any) -> list[Any]:
         del rank
-        mark = value.tobytes() if isinstance(value, np.ndarray) else value
-        return self._hub.switch(Place(place, value, mark))
+        return self._hub.switch(Place(place, value))
 
     def _main(self, answer: None) -> Done:
         del answer  # nothing was asked yet
@@ -183,4 +174,14 @@ class Walk:
         return Done(automaton.number(snapshot, before.position), turn)
 
 
-Describe = Callable[[Any], str]
+def answer_at(places: Sequence[Place]) -> tuple[list[Any], Hashable]:
+    """What a meeting gives to each rank, and a mark that tells it from other answers.
+
+    Vectors are there to be reduced by MIN (or, if a rank has gone wrong, by MAX), so their least and greatest elements
+    stand for all of them: whoever reduces these two gets what the whole list would have given.
+    """
+    values = [place.value for place in places]
+    if not isinstance(values[0], np.ndarray):
+        return values, tuple(values)
+    answer = [np.minimum.reduce(values), np.maximum.reduce(values)]
+    return answer, (answer[0].tobytes(), answer[1].tobytes())

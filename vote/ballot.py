@@ -10,8 +10,11 @@ Layout, in this order:
 A fact that a ballot has nothing to say about is False on every rank, which decides nothing.
 """
 
+import struct
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +29,7 @@ class BallotKind(IntEnum):
     SECOND = 2  # after PREFILL was chosen: was anything scheduled?
 
 
-@dataclass(frozen=True, slots=True)
-class Lockstep:
+class Lockstep(NamedTuple):
     """AGREED: what proves that all ranks are at the same place. Non-negative int32."""
 
     protocol: int
@@ -38,61 +40,76 @@ class Lockstep:
     decode_step: int
     settings: int  # digest of the settings that must match
     collectives: int  # data-plane collectives entered so far
+    owed: int = 0  # decode steps
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One rank's situation before a step. `wake` is the last wake-up number seen (RANGED), the rest are VOTES."""
+    """One rank's situation before a step: numbers (RANGED) and VOTES."""
 
     wants_prefill: bool = False
     has_decode: bool = False
     unfinished: bool = False
     wants_stop: bool = False
     scheduled: bool = False  # phased policy: second ballot only; unified: first ballot only
-    wake: int = 0
+    backlog: bool = False  # wants prefill, and what waits outweighs what runs here
+    wake: int = 0  # last wake-up number seen
+    running: int = 0  # sequences that decode here
+
+    @property
+    def asker(self) -> int:
+        """`running` of a rank that wants prefill; the tally's least is that of the emptiest one."""
+        return self.running if self.wants_prefill else MAX_VALUE
 
 
-AGREED = tuple(field.name for field in fields(Lockstep))
-RANGED = ("wake",)
+AGREED = Lockstep._fields
+RANGED = ("wake", "running", "asker")
 VOTES = tuple(field.name for field in fields(Facts) if field.name not in RANGED)
 BALLOT_SIZE = 2 * (len(AGREED) + len(RANGED) + len(VOTES))
 
+_ranged, _votes = attrgetter(*RANGED), attrgetter(*VOTES)
+_pack = struct.Struct(f"={BALLOT_SIZE}i").pack_into
+_AGREED_END = 2 * len(AGREED)
+_VOTES_AT = 2 * len(AGREED + RANGED)
+_PLACES = {name: 2 * index for index, name in enumerate(AGREED + RANGED + VOTES)}
+
 
 def write_ballot(out: np.ndarray, lockstep: Lockstep, facts: Facts) -> None:
-    """Fill `out`, int32 [BALLOT_SIZE]."""
-    values = [getattr(lockstep, name) for name in AGREED] + [getattr(facts, name) for name in RANGED]
-    votes = [int(getattr(facts, name)) for name in VOTES]
-    split = 2 * len(values)
-    out[0:split:2] = values
-    np.negative(out[0:split:2], out=out[1:split:2])
-    out[split::2] = votes
-    np.subtract(1, out[split::2], out=out[split + 1 :: 2])
+    """Fill `out`, int32 [BALLOT_SIZE], contiguous."""
+    row = [0] * BALLOT_SIZE
+    row[0:_VOTES_AT:2] = values = lockstep + _ranged(facts)
+    row[1:_VOTES_AT:2] = [-value for value in values]
+    row[_VOTES_AT::2] = votes = _votes(facts)
+    row[_VOTES_AT + 1 :: 2] = [1 - vote for vote in votes]
+    _pack(out.data, 0, *row)
 
 
 class Tally:
     """The element-wise MIN of all ranks' ballots."""
 
+    __slots__ = ("_row",)
+
     def __init__(self, minimum: np.ndarray) -> None:
         """`minimum`: int32 [BALLOT_SIZE]."""
-        row = minimum.tolist()
-        values = len(AGREED) + len(RANGED)
-        self._least = dict(zip(AGREED + RANGED, row[0 : 2 * values : 2], strict=True))
-        self._greatest = dict(zip(AGREED + RANGED, (-x for x in row[1 : 2 * values : 2]), strict=True))
-        self._all = dict(zip(VOTES, row[2 * values :: 2], strict=True))
-        self._none = dict(zip(VOTES, row[2 * values + 1 :: 2], strict=True))
+        self._row: list[int] = minimum.tolist()
 
     def all(self, vote: str) -> bool:
         """Every rank voted yes."""
-        return self._all[vote] == 1
+        return self._row[_PLACES[vote]] == 1
 
     def any(self, vote: str) -> bool:
         """At least one rank voted yes."""
-        return self._none[vote] == 0
+        return self._row[_PLACES[vote] + 1] == 0
 
     def range(self, name: str) -> tuple[int, int]:
         """Least and greatest value of an AGREED or RANGED field."""
-        return self._least[name], self._greatest[name]
+        place = _PLACES[name]
+        return self._row[place], -self._row[place + 1]
 
     def disagreements(self) -> dict[str, tuple[int, int]]:
         """AGREED fields that are not equal on all ranks, with their least and greatest value."""
-        return {name: self.range(name) for name in AGREED if self._least[name] != self._greatest[name]}
+        row = self._row
+        if not sum(row[:_AGREED_END]):  # MIN(x) + MIN(-x) is never above 0
+            return {}
+        places = [place for place in range(0, _AGREED_END, 2) if row[place] + row[place + 1]]
+        return {AGREED[place // 2]: (row[place], -row[place + 1]) for place in places}

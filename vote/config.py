@@ -12,14 +12,28 @@ class VoteConfig(BaseModel):
 
     decision: Literal["adaptive", "cadence"] = Field(
         "adaptive",
-        description="adaptive: a waiting prefill is granted as soon as the share of prefill steps allows; "
+        description="adaptive: how long a prefill waits depends on what it is worth to the gang; "
         "cadence: ALL and ANY points at fixed intervals, as DeepInfer publishes them.",
     )
     all_interval: int = Field(70, ge=1, description="cadence: decode steps between two ALL points.")
     any_interval: int = Field(100, ge=1, description="cadence: decode steps between two ANY points.")
     fast_path: bool = Field(True, description="cadence: grant any prefill at once while no rank has decode work.")
     decode_steps_per_prefill: int = Field(
-        2, ge=1, description="adaptive: decode steps between two prefill steps that only some ranks want."
+        100,
+        ge=1,
+        description="adaptive: decode steps for each prefill step while any rank decodes; no wish waits for more.",
+    )
+    saved_prefills: int = Field(
+        4, ge=0, description="adaptive: prefill steps that are granted at once after so many have not been needed."
+    )
+    decode_steps_per_shared_prefill: int = Field(
+        32, ge=1, description="adaptive: the most decode steps a wish waits if every rank has one (no placeholders)."
+    )
+    decode_steps_per_urgent_prefill: int = Field(
+        4,
+        ge=1,
+        description="adaptive: the most it waits if a rank asks that runs little beside the busiest, or has a prompt "
+        "half computed, or twice as many requests waiting as running.",
     )
     control_backend: Literal["gloo", "nccl"] = Field(
         "gloo", description="What ballots travel over: gloo (CPU), or nccl where every rank has a GPU."

@@ -11,7 +11,7 @@ import numpy as np
 
 Portraits = Mapping[type, Callable[[Any], Any]]
 
-_PLAIN = (type(None), bool, int, float, str, bytes)
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
 
 def fingerprint(thing: Any, portraits: Portraits) -> bytes:
@@ -38,9 +38,11 @@ class _Walk:
         if kind is np.ndarray:
             return thing.dtype.str, thing.shape, thing.tobytes()
         if kind in (list, tuple, deque):
-            return kind.__name__, *[self.walk(item) for item in thing]
+            return kind.__name__, *[item if type(item) in _PLAIN else self.walk(item) for item in thing]
         if isinstance(thing, dict):
-            return kind.__name__, *[(self.walk(key), self.walk(value)) for key, value in thing.items()]
+            return kind.__name__, *[
+                (self.walk(key), value if type(value) in _PLAIN else self.walk(value)) for key, value in thing.items()
+            ]
         if kind in (set, frozenset):
             return kind.__name__, *sorted(self.walk(item) for item in thing)
         if isinstance(thing, Enum):
@@ -50,11 +52,12 @@ class _Walk:
         return self._object(thing, kind)
 
     def _object(self, thing: Any, kind: type) -> Any:
-        if (number := self._seen.setdefault(id(thing), len(self._seen))) != len(self._seen) - 1:
+        if (number := self._seen.get(id(thing))) is not None:
             return "seen", number
+        self._seen[id(thing)] = len(self._seen)
         if kind is MethodType:
             return "method", thing.__name__, self.walk(thing.__self__)
-        portrait = self._portraits.get(kind, _attributes)
+        portrait = next((self._portraits[base] for base in kind.__mro__ if base in self._portraits), _attributes)
         return kind.__qualname__, self.walk(portrait(thing))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from vote.ballot import BALLOT_SIZE, MAX_VALUE, PROTOCOL_VERSION, BallotKind, Facts, Lockstep, Tally, write_ballot
 from vote.config import VoteConfig
-from vote.decision import Clock, StepType, decide
+from vote.decision import Clock, Rule, StepType, decide, price
 from vote.group import ControlGroup
 from vote.witness import Witness
 
@@ -37,7 +37,8 @@ class StepProtocol:
 
     mixed: the scheduling policy knows no phases, so steps are MIXED; its ballots say what was scheduled already.
     settings: digest of what `vote.settings` compared; epoch: the gang's generation; count_collectives: the data-plane
-    collectives this rank has entered so far, which every first ballot compares.
+    collectives this rank has entered so far, which every first ballot compares; rule: a decision of one's own, instead
+    of the one that `config` names.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class StepProtocol:
         epoch: int = 0,
         count_collectives: Callable[[], int] = lambda: 0,
         on_ballot: Callable[[float], None] = lambda seconds: None,
+        rule: Rule | None = None,
     ) -> None:
         self.clock = Clock()
         self._group = group
@@ -61,6 +63,7 @@ class StepProtocol:
         self._epoch = epoch
         self._count_collectives = count_collectives
         self._on_ballot = on_ballot
+        self._rule = rule
         self._ballot = np.zeros(BALLOT_SIZE, np.int32)
         self._votes_cast = 0
 
@@ -72,14 +75,14 @@ class StepProtocol:
         Raises LockstepBroken.
         """
         tally = self._vote(BallotKind.FIRST, facts)
-        step_type = decide(tally, self.clock, self._config, self._mixed)
+        step_type = decide(tally, self.clock, self._config, self._mixed, self._rule)
         if step_type is StepType.PREFILL:
             second = self._vote(BallotKind.SECOND, Facts(scheduled=attempt_prefill()))
             if not second.any("scheduled"):
                 step_type = StepType.DECODE
         agreement = self._agreement(tally, step_type)
         if not agreement.sleep:
-            self.clock = self.clock.after(step_type)
+            self.clock = self.clock.after(step_type, price(tally, self.clock, self._config))
         return agreement
 
     def broken(self, error: Exception, what: str, step: int) -> NoReturn:
@@ -87,16 +90,13 @@ class StepProtocol:
         raise self._witness.broken(step, what, error) from error
 
     def _agreement(self, tally: Tally, step_type: StepType) -> Agreement:
-        idle = step_type is StepType.IDLE
-        work = "scheduled" if step_type is StepType.MIXED else "has_decode"
-        least, greatest = tally.range("wake")
-        return Agreement(
-            step=self.clock.step,
-            step_type=step_type,
-            compute=step_type is StepType.PREFILL or (not idle and tally.any(work)),
-            sleep=idle and least == greatest and not tally.any("wants_stop"),
-            stop=tally.all("wants_stop"),
-        )
+        if step_type is StepType.IDLE:
+            least, greatest = tally.range("wake")
+            compute, sleep = False, least == greatest and not tally.any("wants_stop")
+        else:
+            work = "scheduled" if step_type is StepType.MIXED else "has_decode"
+            compute, sleep = step_type is StepType.PREFILL or tally.any(work), False
+        return Agreement(self.clock.step, step_type, compute, sleep, stop=tally.all("wants_stop"))
 
     def _vote(self, kind: BallotKind, facts: Facts) -> Tally:
         lockstep = Lockstep(
@@ -108,6 +108,7 @@ class StepProtocol:
             decode_step=self.clock.decode_step,
             settings=self._settings,
             collectives=self._count_collectives() & MAX_VALUE,
+            owed=self.clock.owed,
         )
         self._votes_cast += 1
         write_ballot(self._ballot, lockstep, facts)

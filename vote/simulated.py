@@ -5,7 +5,7 @@ happens in the same order. A rank that has ended, or waits somewhere else, is mi
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from greenlet import getcurrent, greenlet
@@ -15,6 +15,16 @@ T = TypeVar("T")
 
 class RankMissing(RuntimeError):
     """Others wait at a meeting that will never be complete."""
+
+
+class Meetings(Protocol):
+    """Where ranks meet."""
+
+    size: int
+
+    def meet(self, rank: int, place: Hashable, value: T) -> list[T]:
+        """Wait until all ranks are at `place`; everybody's values by rank."""
+        ...
 
 
 class SimulatedGang:
@@ -75,7 +85,7 @@ def _catching(main: Callable[[], Any], results: list[Any], rank: int) -> Callabl
 class SimulatedGroup:
     """One rank's control group in a simulated gang."""
 
-    def __init__(self, gang: SimulatedGang, rank: int) -> None:
+    def __init__(self, gang: Meetings, rank: int) -> None:
         self._gang = gang
         self.rank = rank
         self.size = gang.size

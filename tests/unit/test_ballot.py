@@ -18,21 +18,24 @@ def tally(*ballots: np.ndarray) -> Tally:
     return Tally(np.minimum.reduce(ballots))
 
 
-HERE = Lockstep(protocol=1, epoch=1, vote=5, step=4, ballot=1, decode_step=3, settings=77, collectives=90)
+HERE = Lockstep(protocol=1, epoch=1, vote=5, step=4, ballot=1, decode_step=3, settings=77, collectives=90, owed=6)
 
 values = st.integers(0, MAX_VALUE)
 locksteps = st.builds(Lockstep, **dict.fromkeys(AGREED, values))
-facts = st.builds(Facts, wake=values, **{name: st.booleans() for name in VOTES})
+facts = st.builds(Facts, wake=values, running=values, **{name: st.booleans() for name in VOTES})
 
 
 @given(st.lists(facts, min_size=1, max_size=5))
-def test_votes_and_wake_are_what_a_loop_over_the_ranks_says(all_facts: list[Facts]) -> None:
+def test_votes_and_ranges_are_what_a_loop_over_the_ranks_says(all_facts: list[Facts]) -> None:
     result = tally(*(ballot(HERE, one) for one in all_facts))
     for vote in VOTES:
         assert result.all(vote) == all(getattr(one, vote) for one in all_facts)
         assert result.any(vote) == any(getattr(one, vote) for one in all_facts)
-    wakes = [one.wake for one in all_facts]
-    assert result.range("wake") == (min(wakes), max(wakes))
+    for name in ("wake", "running"):
+        column = [getattr(one, name) for one in all_facts]
+        assert result.range(name) == (min(column), max(column))
+    asking = [one.running for one in all_facts if one.wants_prefill]
+    assert result.range("asker")[0] == min(asking, default=MAX_VALUE)
     assert result.disagreements() == {}
 
 

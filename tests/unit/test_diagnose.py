@@ -16,7 +16,6 @@ from tests.front_server import FrontServer
 from vote.recorder import Recorder
 from vote.report import Sighting, sight
 
-
 WAITING = "the model is not available: waiting for ranks 0, 1"
 
 
