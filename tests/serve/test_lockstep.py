@@ -82,7 +82,7 @@ def test_doctor_before_the_time_is_out(checkpoint: Path) -> None:
 
 
 def doctor_of_a_busy_gang(server: Server) -> str:
-    """What the doctor says while there is work; the tiny model may be done with it before the doctor has looked twice."""
+    """What the doctor says while there is work; the tiny model may be done before the doctor has looked twice."""
     for _ in range(20):
         keep_busy(server)
         answer = httpx.get(f"{server.url}/debug/doctor", timeout=30).json()
