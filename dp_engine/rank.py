@@ -25,7 +25,7 @@ from ep.dispatch import make_dispatcher
 from ep.placement import ExpertPlacement
 from vote.ballot import PROTOCOL_VERSION
 from vote.errors import LockstepBroken, VoteError
-from vote.group import abandon_groups, connect_groups
+from vote.group import Groups
 from vote.observers import ObserverKeys, ObserverProcess, gather_observers
 from vote.protocol import StepProtocol
 from vote.recorder import Recorder
@@ -45,8 +45,9 @@ def run_rank(spec: RankSpec, store: dist.Store | None) -> None:
     observer = ObserverProcess(recorder, spec.host, _observer_keys(spec))
     link = Link(spec.router_endpoint, spec.rank, spec.keys)
     _log_to(link)
+    groups = Groups()
     try:
-        engine = _join(spec, store, link, recorder, observer)
+        engine = _join(spec, store, link, recorder, observer, groups)
         engine.run()
     except VoteError as error:
         _tell(link, error)
@@ -54,7 +55,7 @@ def run_rank(spec: RankSpec, store: dist.Store | None) -> None:
     except BaseException as error:
         words = f"{type(error).__name__}: {error}"
         recorder.last_words(words)
-        abandon_groups()
+        groups.abandon()
         if not isinstance(error, (ModelConfigError, CheckpointError)):
             log.exception("rank %d failed", spec.rank)
         link.send(messages.Goodbye(spec.rank, words))
@@ -110,7 +111,12 @@ def _observer_keys(spec: RankSpec) -> ObserverKeys:
 
 
 def _join(
-    spec: RankSpec, store: dist.Store | None, link: Link, recorder: Recorder, observer: ObserverProcess
+    spec: RankSpec,
+    store: dist.Store | None,
+    link: Link,
+    recorder: Recorder,
+    observer: ObserverProcess,
+    groups: Groups,
 ) -> Engine:
     """Check the settings before anything is loaded, load, wait for the slowest, warm up, say Hello."""
     device = _device()
@@ -122,12 +128,12 @@ def _join(
     observers = gather_observers(
         observer, store, spec.rank, spec.world_size, _observer_keys(spec), spec.start_timeout_s
     )
-    control, data = connect_groups(
-        store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device,
-        timeout_s=spec.vote.control_timeout_s,
+    groups.connect(
+        store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device, host=spec.host,
+        secret=spec.keys.client_secret.encode(), timeout_s=spec.vote.control_timeout_s,
     )  # fmt: skip
     placement = ExpertPlacement.contiguous(config.num_experts, spec.world_size)
-    dispatcher = make_dispatcher(spec.experts.backend, placement, spec.rank, data, device, recorder.data)
+    dispatcher = make_dispatcher(spec.experts.backend, placement, spec.rank, groups.data, device, recorder.data)
     started = time.monotonic()
     runner = ModelRunner.load(Path(spec.model_dir), spec.engine, placement, dispatcher, device, log.info)
     log.info("loaded in %.1f s on %s, %d threads", time.monotonic() - started, device, spec.threads)
@@ -140,7 +146,8 @@ def _join(
     worker = make_worker(runner, spec.engine.overlap, spec.threads, recorder.data)
     mixed = spec.engine.policy == "unified"
     protocol = StepProtocol(
-        control, spec.vote, Witness(recorder, observers), mixed=mixed, settings=digest(settings), epoch=spec.epoch,
+        groups.control, spec.vote, Witness(recorder, observers),
+        mixed=mixed, settings=digest(settings), epoch=spec.epoch,
         count_collectives=lambda: worker.num_collectives, on_ballot=counters.count_ballot,
     )  # fmt: skip
     scheduler = make_scheduler(spec.engine, num_blocks, config.max_model_len, config.eos_token_ids)

@@ -19,7 +19,7 @@ class VoteConfig(BaseModel):
     any_interval: int = Field(100, ge=1, description="cadence: decode steps between two ANY points.")
     fast_path: bool = Field(True, description="cadence: grant any prefill at once while no rank has decode work.")
     decode_steps_per_prefill: int = Field(
-        100,
+        110,
         ge=1,
         description="adaptive: decode steps for each prefill step while any rank decodes; no wish waits for more.",
     )
@@ -30,12 +30,13 @@ class VoteConfig(BaseModel):
         32, ge=1, description="adaptive: the most decode steps a wish waits if every rank has one (no placeholders)."
     )
     decode_steps_per_urgent_prefill: int = Field(
-        4,
+        2,
         ge=1,
         description="adaptive: the most it waits if a rank asks that runs little beside the busiest, or has a prompt "
         "half computed, or twice as many requests waiting as running.",
     )
-    control_backend: Literal["gloo", "nccl"] = Field(
-        "gloo", description="What ballots travel over: gloo (CPU), or nccl where every rank has a GPU."
+    control_backend: Literal["star", "gloo", "nccl"] = Field(
+        "star",
+        description="What ballots travel over: star (TCP, by way of rank 0), gloo, or nccl where every rank has a GPU.",
     )
     control_timeout_s: float = Field(30.0, gt=0, description="Longest wait for a ballot or a data collective.")

@@ -1,4 +1,4 @@
-"""Control groups: how ballots travel. Here over torch.distributed; `vote.simulated` does without processes."""
+"""Control groups: how ballots travel. Here over torch.distributed; see also `vote.star` and `vote.simulated`."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -7,6 +7,8 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from vote.star import connect_star
 
 CPU = torch.device("cpu")
 
@@ -19,6 +21,10 @@ class ControlGroup(Protocol):
 
     def all_reduce_min(self, vector: np.ndarray) -> np.ndarray:
         """Element-wise MIN over all ranks' int32 vectors of the same shape. The result is the caller's."""
+        ...
+
+    def close(self) -> None:
+        """This rank votes no more. Idempotent."""
         ...
 
 
@@ -50,6 +56,9 @@ class TorchControlGroup:
         self._group.alltoall_base(self._received, self._sent, [], []).wait()
         return np.minimum.reduce(self._from_all)
 
+    def close(self) -> None:
+        """The group is torch.distributed's to close."""
+
     def _set_length(self, length: int) -> None:
         """Buffers by rank, each seen by numpy and by torch."""
         self._to_all, self._from_all = np.empty((2, self.size, length), np.int32)
@@ -65,35 +74,51 @@ class SoloGroup:
     def all_reduce_min(self, vector: np.ndarray) -> np.ndarray:
         return vector.copy()
 
-
-def abandon_groups() -> None:
-    """This rank leaves unasked: close its connections, so that others who wait for it notice at once. A collective that
-    runs in another thread of it fails too."""
-    if dist.is_initialized():
-        with suppress(RuntimeError):
-            dist.destroy_process_group()
+    def close(self) -> None:
+        """Nothing is open."""
 
 
-def connect_groups(
-    store: dist.Store | None, rank: int, size: int, *, control: str, device: torch.device, timeout_s: float
-) -> tuple[ControlGroup, dist.ProcessGroup | None]:
-    """The control group and the data group of a gang. A gang of one needs neither.
+class Groups:
+    """Owns a rank's groups, so that they can be left whatever happens to the rank. A gang of one needs none."""
 
-    control: backend of the ballots, "gloo" or "nccl"; data travels over NCCL if `device` is a GPU, else over gloo. The
-    time-out is given to every group explicitly: `new_group` does not inherit the one of `init_process_group`.
-    Raises RuntimeError when a group does not hold all ranks, or ballots are to travel over NCCL without a GPU.
-    """
-    if size == 1:
-        return SoloGroup(), None
-    assert store is not None
-    if control == "nccl" and device.type != "cuda":
-        raise RuntimeError(f"rank {rank}: vote.control_backend is nccl, but the rank has no GPU; use gloo")
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    control_group = dist.group.WORLD if control == "gloo" else dist.new_group(backend="nccl", timeout=timeout)
-    assert control_group is not None
-    data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    sizes = dist.get_world_size(control_group), dist.get_world_size(data)
-    if sizes != (size, size):
-        raise RuntimeError(f"rank {rank}: control and data group have {sizes} ranks, not {size}")
-    return TorchControlGroup(control_group, device if control == "nccl" else CPU), data
+    def __init__(self) -> None:
+        self.control: ControlGroup = SoloGroup()
+        self.data: dist.ProcessGroup | None = None
+
+    def connect(
+        self, store: dist.Store | None, rank: int, size: int, *,
+        control: str, device: torch.device, host: str, secret: bytes, timeout_s: float,
+    ) -> None:  # fmt: skip
+        """Meet all ranks of the gang.
+
+        control: what ballots travel over, "star", "gloo" or "nccl"; data travels over NCCL if `device` is a GPU, else
+        over gloo. host, secret: this rank's address and the launch's secret, for the star. The time-out is given to
+        every group explicitly: `new_group` does not inherit the one of `init_process_group`. Raises RuntimeError when
+        a group does not hold all ranks, or ballots are to travel over NCCL without a GPU.
+        """
+        if size == 1:
+            return
+        assert store is not None
+        if control == "nccl" and device.type != "cuda":
+            raise RuntimeError(f"rank {rank}: vote.control_backend is nccl, but the rank has no GPU; use star or gloo")
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        self.data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        sizes = dist.get_world_size(), dist.get_world_size(self.data)
+        if sizes != (size, size):
+            raise RuntimeError(f"rank {rank}: control and data group have {sizes} ranks, not {size}")
+        if control == "star":
+            self.control = connect_star(store, rank, size, host=host, secret=secret, timeout_s=timeout_s)
+        elif control == "nccl":
+            self.control = TorchControlGroup(dist.new_group(backend="nccl", timeout=timeout), device)
+        else:
+            assert dist.group.WORLD is not None
+            self.control = TorchControlGroup(dist.group.WORLD)
+
+    def abandon(self) -> None:
+        """This rank leaves unasked: close its connections, so that others who wait for it notice at once. A collective
+        that runs in another thread of it fails too."""
+        self.control.close()
+        if dist.is_initialized():
+            with suppress(RuntimeError):
+                dist.destroy_process_group()

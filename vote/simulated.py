@@ -92,3 +92,6 @@ class SimulatedGroup:
 
     def all_reduce_min(self, vector: np.ndarray) -> np.ndarray:
         return np.minimum.reduce(self._gang.meet(self.rank, "control", vector.copy()))
+
+    def close(self) -> None:
+        """Its greenlet ends; that is enough."""

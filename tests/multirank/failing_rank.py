@@ -18,7 +18,7 @@ from tests.scheduler_world import prompt_of
 from vote.config import VoteConfig
 from vote.decision import Clock
 from vote.errors import LockstepBroken
-from vote.group import CPU, abandon_groups, connect_groups
+from vote.group import CPU, Groups
 from vote.observers import ObserverKeys, ObserverProcess, gather_observers
 from vote.recorder import Recorder
 from vote.witness import Witness
@@ -36,6 +36,7 @@ class Case:
     rank: int
     patience_s: float
     overlap: bool = False
+    control: str = "star"
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,15 @@ def run(rank: int, store: dist.Store, case: Case, keys: ObserverKeys) -> Finding
     recorder = Recorder(rank, SIZE, shared=True)
     observer = ObserverProcess(recorder, "127.0.0.1", keys)
     witness = Witness(recorder, gather_observers(observer, store, rank, SIZE, keys, 60.0))
-    control, data = connect_groups(store, rank, SIZE, control="gloo", device=CPU, timeout_s=case.patience_s)
-    assert data is not None
+    groups = Groups()
+    groups.connect(
+        store, rank, SIZE, control=case.control, device=CPU,
+        host="127.0.0.1", secret=b"a secret", timeout_s=case.patience_s,
+    )  # fmt: skip
+    assert groups.data is not None
     link = LoadedLink(rank)
     engine = WorldRank(
-        link, control, data, witness, VoteConfig(), make_runner=TwiceMeetingRunner, overlap=case.overlap
+        link, groups.control, groups.data, witness, VoteConfig(), make_runner=TwiceMeetingRunner, overlap=case.overlap
     )  # fmt: skip
     if rank == case.rank:
         link.trouble = troubles(engine, case)[case.how]
@@ -70,7 +75,7 @@ def run(rank: int, store: dist.Store, case: Case, keys: ObserverKeys) -> Finding
         return Finding(error.culprits, error.step, error.what, str(error), error.report, after_s)
     except Exception as error:
         recorder.last_words(f"{type(error).__name__}: {error}")
-        abandon_groups()
+        groups.abandon()
         return None
     raise AssertionError("nobody asked this rank to stop")
 

@@ -22,7 +22,7 @@ from tests.multirank.gang import Gang, leave_together
 from tests.scripted_link import Script, ScriptedLink
 from vote.config import VoteConfig
 from vote.errors import RanksMissing, SettingsMismatch
-from vote.group import CPU, connect_groups
+from vote.group import CPU, Groups
 from vote.settings import compare_settings
 
 pytestmark = pytest.mark.xdist_group("start")  # one gang answers all tests
@@ -177,7 +177,9 @@ def too_small(rank: int, store: dist.Store) -> str:
         patch.object(dist, "new_group", lambda **options: connect([0], **options)),
         pytest.raises(RuntimeError) as caught,
     ):
-        connect_groups(store, rank, 2, control="gloo", device=CPU, timeout_s=30.0)
+        Groups().connect(
+            store, rank, 2, control="gloo", device=CPU, host="127.0.0.1", secret=b"a secret", timeout_s=30.0
+        )
     leave_together(rank, store, 2)
     return str(caught.value)
 

@@ -31,17 +31,21 @@ class Failure:
 
 
 def failure(
-    how: str, rank: int, words: str, stack: str = "", *, patient: bool = False, overlap: bool = False
-) -> Failure:
-    return Failure(Case(how, rank, PATIENCE_S if patient else LONG_S, overlap), words, patient, stack)
+    how: str, rank: int, words: str, stack: str = "", *,
+    patient: bool = False, overlap: bool = False, control: str = "star",
+) -> Failure:  # fmt: skip
+    return Failure(Case(how, rank, PATIENCE_S if patient else LONG_S, overlap, control), words, patient, stack)
 
 
 FAILURES = [
     failure("killed", 0, "is dead"),
+    failure("killed", 1, "is dead", control="gloo"),
     failure("killed", 2, "is dead", overlap=True),
     failure("stopped", 0, "is stopped", "engine.py", patient=True),
     failure("stopped", 1, "is stopped", "engine.py", patient=True, overlap=True),
+    failure("stopped", 2, "is stopped", "engine.py", patient=True, control="gloo"),
     failure("hangs", 0, "is in no collective", "oversleep (", patient=True),
+    failure("hangs", 2, "is in no collective", "oversleep (", patient=True, control="gloo"),
     failure("hangs", 1, "is in no collective", "oversleep (", patient=True, overlap=True),
     failure("hangs in a step", 1, "is in no collective", "oversleep (", patient=True),
     failure("hangs in a step", 2, "is in no collective", "oversleep (", patient=True, overlap=True),
@@ -50,6 +54,7 @@ FAILURES = [
     failure("raises", 0, "failed: ValueError: no such thing"),
     failure("raises in a step", 1, "failed: ValueError: no such thing"),
     failure("raises in a step", 2, "failed: ValueError: no such thing", overlap=True),
+    failure("raises", 2, "failed: ValueError: no such thing", control="gloo"),
     failure("settings", 1, "voted settings=99 where the others voted 0"),
     failure("decode_step", 2, "voted decode_step="),
     failure("collectives", 0, "voted collectives="),
@@ -57,7 +62,8 @@ FAILURES = [
 
 
 def name_of(failure: Failure) -> str:
-    return f"{failure.case.how}-{failure.case.rank}{'-overlap' * failure.case.overlap}".replace(" ", "_")
+    case = failure.case
+    return f"{case.how}-{case.rank}{'-overlap' * case.overlap}-{case.control}".replace(" ", "_")
 
 
 def play(case: Case) -> list[Finding]:
