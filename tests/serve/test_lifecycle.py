@@ -43,22 +43,6 @@ def test_orderly_stop_under_load(checkpoint: Path, number: signal.Signals) -> No
         assert "Traceback" not in server.output, server.output
 
 
-def test_killed_rank_ends_the_server_and_is_named(checkpoint: Path) -> None:
-    shm = shared_memory()
-    with start(checkpoint) as server:
-        family = server.family()
-        keep_busy(server)
-        victim = server.rank_pids()[1]
-        started = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        assert server.wait(20) == 1
-        assert time.monotonic() - started < 15
-        error = [line for line in server.lines if "error" in line][-1]
-        assert f"(pid {victim}) was killed" in error, server.output
-        assert error.count("rank") == 1, "nobody else is blamed"
-        assert_nothing_left(server, family, shm)
-
-
 def test_killed_rank_of_an_idle_gang(checkpoint: Path) -> None:
     with start(checkpoint) as server:
         os.kill(server.rank_pids()[0], signal.SIGKILL)
