@@ -11,6 +11,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from dp_engine.messages import MAX_MESSAGE_BYTES
 from launcher.keys import LaunchKeys
+from vote.observers import OnlyHolders
 
 log = logging.getLogger(__name__)
 
@@ -24,17 +25,6 @@ class Unroutable(Exception):
 
 class Congested(Exception):
     """The queue to the peer is full."""
-
-
-class _OnlyOurRanks:
-    """Credentials provider that admits the launch's client key (Z85 text) and nothing else."""
-
-    def __init__(self, client_public: str) -> None:
-        self._key = client_public.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        del domain
-        return key == self._key
 
 
 class RankLink:
@@ -60,7 +50,7 @@ class RankLink:
         self._authenticator = AsyncioAuthenticator(AsyncContext.shadow(self._context), log=log)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(
-            domain="*", credentials_provider=_OnlyOurRanks(self._keys.client_public)
+            domain="*", credentials_provider=OnlyHolders(self._keys.client_public)
         )
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True

@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from vote.observers import Compose, Look, ObserverKeys, Observers, decode_request, encode
+from vote.observers import Compose, Look, ObserverKeys, Observers, OnlyHolders, decode_request, encode
 from vote.recorder import MEMORY_BYTES, Recording
 from vote.report import Report, Sighting, compose, culprits, sight
 
@@ -129,17 +129,6 @@ def _of_interest(dump: str) -> str:
     return "\n".join([line for line in lines if line and "(ray/" not in line][:STACK_LINES])
 
 
-class OnlyOurs:
-    """Credentials provider that admits the launch's key and nothing else."""
-
-    def __init__(self, public: str) -> None:
-        self._key = public.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        del domain
-        return key == self._key
-
-
 async def observe(stdin: asyncio.StreamReader) -> None:
     """Serve until the rank has ended and some seconds have passed."""
     start = json.loads(await stdin.readline())
@@ -148,7 +137,7 @@ async def observe(stdin: asyncio.StreamReader) -> None:
     context = zmq.asyncio.Context()
     authenticator = AsyncioAuthenticator(context, log=logging.getLogger(__name__))
     authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyOurs(keys.public))
+    authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyHolders(keys.public))
     socket = _bind(context, start["host"], keys)
     print(socket.last_endpoint.decode(), flush=True)
     serving = asyncio.create_task(_serve(socket, observer))

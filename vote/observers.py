@@ -55,6 +55,17 @@ class ObserverKeys:
     secret: str = field(repr=False)
 
 
+class OnlyHolders:
+    """Credentials provider that admits who holds this CURVE key (Z85 text), and nobody else."""
+
+    def __init__(self, public: str) -> None:
+        self._key = public.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        del domain
+        return key == self._key
+
+
 class Observers:
     """Asks. `addresses`: of the ranks' observers. Blocking calls, from any thread; nothing stays open between them."""
 
