@@ -13,13 +13,14 @@ from dp_engine.ledger import Ledgers
 from dp_engine.messages import Add, Sampling
 from dp_engine.output import StepOutput
 from dp_engine.policies import make_scheduler
-from dp_engine.proof.pretended import next_token
+from dp_engine.proof.pretended import continuation, next_token
 from dp_engine.scheduler import Scheduler
 from dp_engine.sequence import Sequence
 from vote.decision import StepType
 
 EOS = 2
 WRONG = 9  # a draft that the model never says
+expected = continuation
 
 
 def prompt_of(request_id: int, length: int) -> list[int]:
