@@ -36,6 +36,13 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     ignore_eos: bool = False
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of a token's probability and of the likeliest tokens' (id, logprob), falling."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 class Histogram(msgspec.Struct, array_like=True):
     """Cumulative since the rank's start: count and sum of seconds, and counts per bucket, +Inf last."""
 
@@ -117,6 +124,7 @@ class Output(Message, frozen=True):
     tokens: list[int]
     finished: list[tuple[int, str]]
     report: Report | None = None
+    logprobs: list[TokenLogprobs | None] | None = None  # parallel to tokens; None: no request asked for them
 
 
 class Rejected(Message, frozen=True):

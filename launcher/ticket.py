@@ -2,10 +2,10 @@
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
-from dp_engine.messages import Sampling
+from dp_engine.messages import Sampling, TokenLogprobs
 
 
 class QueueFull(Exception):
@@ -26,10 +26,14 @@ class RequestRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens since the last delta. `finish_reason` is set on the last one only."""
+    """Tokens since the last delta. `finish_reason` is set on the last one only.
+
+    logprobs: parallel to `tokens`, empty when the request did not ask for them.
+    """
 
     tokens: list[int]
     finish_reason: str | None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Inbox:
