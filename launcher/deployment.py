@@ -79,9 +79,13 @@ class Deployment:
         if guardian is not None:
             guardian.watch_session(session.session_dir())
         from launcher.gang import Gang  # imports ray, which reads its environment then
+        from launcher.placement import Placement
 
         self._say(f"placing {cfg.dp} rank{'s' if cfg.dp > 1 else ''}")
-        gang = Gang(cfg, self._model_dir, EPOCH)
+        placement = Placement(cfg, 0)
+        self._stack.push_async_callback(_bounded, placement.release)
+        await placement.reserve()
+        gang = Gang(cfg, self._model_dir, EPOCH, placement, self._on_log)
         self._stack.push_async_callback(_bounded, gang.kill)
         await gang.place()
         keys = LaunchKeys.generate()
@@ -130,7 +134,7 @@ class Deployment:
         try:
             await asyncio.wait({ended, failed}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({ended}, timeout=VERDICT_S)
-            reason = ended.result() if ended.done() else failed.result()
+            reason = ended.result().reason if ended.done() else failed.result()
         finally:
             ended.cancel()
             failed.cancel()
