@@ -53,6 +53,8 @@ class RankActor:
     The engine's modules, torch above all, take seconds to import: that begins at once, beside everything else.
     """
 
+    engine = "dp_engine.rank"  # the module that imports all others
+
     def __init__(self, setup: Setup) -> None:
         _die_with_parent()
         allowed = sorted(os.sched_getaffinity(0))
@@ -68,8 +70,8 @@ class RankActor:
         os.environ["OMP_NUM_THREADS"] = str(self._threads)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
         self._store: Store | None = None
-        self._engine = threading.Thread(target=_import_engine, daemon=True)
-        self._engine.start()
+        self._loaded = threading.Thread(target=_import, args=(self.engine,), daemon=True)
+        self._loaded.start()
 
     def whereabouts(self) -> Whereabouts:
         node_id = ray.get_runtime_context().get_node_id()
@@ -85,7 +87,7 @@ class RankActor:
 
     def open_rendezvous(self, host: str, timeout_s: float) -> Rendezvous:
         """Rank 0 binds first and says where, from inside its own process."""
-        self._engine.join()
+        self._loaded.join()
         from vote.rendezvous import open_store
 
         self._store, port = open_store(host, timeout_s)
@@ -103,7 +105,7 @@ class RankActor:
 
     def run(self, spec: "RankSpec", rendezvous: Rendezvous | None, endpoint: Endpoint) -> None:
         """Serve until shut down. Raises what ended the rank."""
-        self._engine.join()
+        self._loaded.join()
         from dp_engine.rank import run_rank
         from vote.rendezvous import join_store
 
@@ -113,13 +115,13 @@ class RankActor:
         run_rank(spec, self._store)
 
 
-def _import_engine() -> None:
+def _import(module: str) -> None:
     """An error comes again where the modules are used.
 
     Nobody else may import them meanwhile: torch has circular imports, and two threads that meet there start it twice.
     """
     with contextlib.suppress(Exception):
-        importlib.import_module("dp_engine.rank")
+        importlib.import_module(module)
 
 
 def _die_with_parent() -> None:
