@@ -32,6 +32,8 @@ def share_cores(cores: Sequence[Core], share: Share) -> tuple[int, ...]:
     """
     if len(cores) < share.count:
         cores = [Core(core.numa, (cpu,)) for core in cores for cpu in core.cpus]
+    if len(cores) < share.count:
+        return ()
     by_node: dict[int, list[Core]] = defaultdict(list)
     for core in cores:
         by_node[core.numa].append(core)
@@ -41,12 +43,10 @@ def share_cores(cores: Sequence[Core], share: Share) -> tuple[int, ...]:
     ]
     if share.count < len(nodes) or any(len(node) < len(ranks) for node, ranks in zip(nodes, together, strict=True)):
         nodes, together = [[core for node in nodes for core in node]], [list(range(share.count))]
-    for node, ranks in zip(nodes, together, strict=True):
-        if share.index in ranks:
-            place = ranks.index(share.index)
-            mine = node[place * len(node) // len(ranks) : (place + 1) * len(node) // len(ranks)]
-            return tuple(sorted(cpu for core in mine for cpu in core.cpus))
-    return ()
+    node, ranks = next(pair for pair in zip(nodes, together, strict=True) if share.index in pair[1])
+    place = ranks.index(share.index)
+    mine = node[place * len(node) // len(ranks) : (place + 1) * len(node) // len(ranks)]
+    return tuple(sorted(cpu for core in mine for cpu in core.cpus))
 
 
 def node_cores(allowed: Sequence[int], system: Path = SYSTEM) -> list[Core]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ from launcher.cores import Share
 _POLL_S = 0.1
 _TOGETHER_S = 5.0  # for a gang that fits on one node to get it
 _LOCAL_NODE_S = 5.0  # a new node's resources appear a moment after `ray.init` returns
+
+_numbers = itertools.count()  # Ray wants names of placement groups to be unique
 
 Resources = Mapping[str, float]
 
@@ -49,7 +52,6 @@ class Placement:
         self._replica = replica
         self._bundle = bundle_of(config.ranks)
         self._group: PlacementGroup | None = None
-        self._attempts = 0
 
     async def reserve(self) -> None:
         """Have the ranks' resources: new ones, or, in a later life, those of before, moved by Ray if a node was lost.
@@ -104,8 +106,7 @@ class Placement:
         return fits_one_node(self._bundle, cfg.dp, list(free.values()))
 
     async def _create(self, strategy: str) -> None:
-        self._attempts += 1
-        name = f"{_names_of_launch()}{self._replica}-{self._attempts}"
+        name = f"{_names_of_launch()}{self._replica}-{next(_numbers)}"
         bundles = [dict(self._bundle)] * self._config.dp
         self._group = await asyncio.to_thread(placement_group, bundles, strategy=strategy, name=name)
 

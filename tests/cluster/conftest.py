@@ -46,6 +46,8 @@ class RayCluster:
         self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self) -> None:
+        for node in reversed(self._cluster.list_all_nodes()):  # the head last
+            self.lose(node)
         self._cluster.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with two networks between them, and a real Ray cluster over the first."""
+"""Two hosts on one machine: network namespaces with two networks between them, and a real Ray cluster over one."""
 
 import contextlib
 import os
@@ -68,6 +68,11 @@ class TwoHosts:
 
     def link_up(self, interface: str = "eth1") -> None:
         _ip("-n", self.worker.namespace, "link", "set", interface, "up")
+
+    def move_address(self, host: Host, interface: str, address: str) -> None:
+        """Give an interface this address (with the prefix's length) instead of the one it has."""
+        _ip("-n", host.namespace, "addr", "flush", "dev", interface)
+        _ip("-n", host.namespace, "addr", "add", address, "dev", interface)
 
     def start_network(self) -> None:
         for host in (self.head, self.worker):

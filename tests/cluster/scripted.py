@@ -48,6 +48,8 @@ class ScriptedActor(RankActor):
 class MeetingActor(RankActor):
     """Meets the others in real groups, adds up the ranks' numbers with them, and leaves them again."""
 
+    engine = "vote.group"
+
     def run(self, spec: "RankSpec", rendezvous: Rendezvous | None, endpoint: Endpoint) -> None:
         self._loaded.join()
         import torch

@@ -29,6 +29,7 @@ from tests.serve.server import Server, wait_until
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gang_module, "RankActor", ScriptedActor)
+    monkeypatch.setattr(gang_module, "SETTLE_S", 1.0)
 
 
 def config(cluster: RayCluster, *settings: str) -> DeploymentConfig:
@@ -101,7 +102,8 @@ def test_gangs_that_fit_on_a_node_are_not_torn_apart(cluster: RayCluster) -> Non
     cfg = config(cluster, "dp=2", "replicas=2")
 
     async def look() -> tuple[list[str], list[str], list[tuple[int, ...]]]:
-        async with placed(config(cluster, "dp=1")), placed(cfg, replica=0) as one, placed(cfg, replica=1) as two:
+        single = placed(config(cluster, "dp=1"), replica=2)
+        async with single, placed(cfg, replica=0) as one, placed(cfg, replica=1) as two:
             return nodes_of(one), nodes_of(two), [where.cores for where in one.whereabouts]
 
     one, two, cores = asyncio.run(look())

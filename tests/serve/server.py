@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,10 +22,12 @@ READY = re.compile(r"^ready\s+(http://\S+)\s+model (\S+)\s+(\d+) ranks?")
 
 
 class Server:
-    """Context manager around one `phalanx serve`. `args` go to the command line."""
+    """Context manager around one `phalanx serve`. `args` go to the command line, `prefix` comes before it."""
 
-    def __init__(self, *args: str, timeout_s: float = 120.0, env: dict[str, str] | None = None) -> None:
-        self._command = [sys.executable, "-m", "launcher", "serve", "--port", "0", *args]
+    def __init__(
+        self, *args: str, timeout_s: float = 120.0, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
+        self._command = [*prefix, sys.executable, "-m", "launcher", "serve", "--port", "0", *args]
         self._timeout_s = timeout_s
         self._env = env or {}
         self.lines: list[str] = []
