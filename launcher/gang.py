@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 SETTLE_S = 4.0  # after the first rank ends, the others get this long to say what they saw
 KILL_GRACE_S = 0.5  # for processes to end when Ray asks them to; Ray calls any other end a crash
 KILL_S = 3.0  # for those that were killed to be gone
+ANSWER_S = 2.0  # for idle processes to say that they are there
 REACH_S = 10.0  # for a connection between nodes
 
 OnLog = Callable[[int, int, str], None]  # rank, level, line
@@ -56,9 +57,22 @@ class Gang:
         self.whereabouts: list[Whereabouts] = []
 
     async def place(self) -> None:
-        """Start an empty process for each rank in the placement, and number them. Raises DeploymentFailed."""
+        """Start an empty process for each rank in the placement, and number them. Raises DeploymentFailed.
+
+        May come while the life before still serves, if ranks have no GPU: started and imported processes then wait
+        for `launch`, which saves a restart about half of its time. See `waits`.
+        """
         shares = await self._placement.shares()
         await asyncio.to_thread(self._place, shares)
+
+    async def waits(self) -> bool:
+        """Has been placed and could be launched: all its processes answer."""
+        asked = [rank.whereabouts.remote() for rank in self._ranks]
+        answers, _ = await asyncio.to_thread(ray.wait, asked, num_returns=len(asked), timeout=ANSWER_S)
+        try:
+            return len(await asyncio.to_thread(ray.get, answers)) == self._config.dp
+        except RayError:
+            return False
 
     def on_node(self, node_id: str) -> bool:
         """Are all ranks on this node?"""
@@ -107,9 +121,8 @@ class Gang:
             if self._dead:
                 return
             actor = actor_class.options(
-                num_cpus=cfg.ranks.cpus,
+                num_cpus=0,  # the bundle has them; so there is room in it for the next life's process to wait
                 num_gpus=cfg.ranks.gpus,
-                resources=cfg.ranks.resources,
                 max_restarts=0,
                 max_concurrency=1,
                 scheduling_strategy=self._placement.strategy_for(bundle),

@@ -62,8 +62,9 @@ def test_a_node_must_have_room_for_all() -> None:
 
 def test_what_travels() -> None:
     environ = {
-        "HF_HOME": "/models", "HF_TOKEN": "t", "NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0",
-        "OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "7", "MASTER_ADDR": "elsewhere", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "3", "MINE": "m",
+        "HF_HOME": "/models", "HF_TOKEN": "t", "NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0", "MINE": "m",
+        "OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "7", "MASTER_ADDR": "elsewhere", "PATH": "/bin",
+        "CUDA_VISIBLE_DEVICES": "3",
     }  # fmt: skip
     by_prefix = {"HF_HOME": "/models", "NCCL_DEBUG": "INFO", "OMP_PROC_BIND": "true"}
     assert travelling(environ, {}) == by_prefix
