@@ -67,6 +67,8 @@ class Gang:
 
     async def waits(self) -> bool:
         """Has been placed and could be launched: all its processes answer."""
+        if not self._ranks or self._dead:
+            return False
         asked = [rank.whereabouts.remote() for rank in self._ranks]
         answers, _ = await asyncio.to_thread(ray.wait, asked, num_returns=len(asked), timeout=ANSWER_S)
         try:

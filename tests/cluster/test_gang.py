@@ -160,31 +160,34 @@ def test_every_end_of_a_rank_is_the_gangs(cluster: RayCluster, script: str, rank
     assert len(end.ends) == (2 if "notice" in script else 1)
 
 
-def test_a_stopped_rank_is_ended_and_its_place_used_again(cluster: RayCluster) -> None:
-    """On a node that is not the launcher's, where only Ray can get at it."""
+def test_stopped_ranks_are_ended_and_the_next_life_waits_in_their_place(cluster: RayCluster) -> None:
+    """On a node that is full, and not the launcher's, so that only Ray can get at it."""
     cfg = config(cluster, "ranks.resources.slot=1")
 
-    async def lives() -> tuple[list[int], float, list[str], list[str]]:
+    async def lives() -> tuple[list[int], float, GangEnd]:
         placement = Placement(cfg, 0)
         await placement.reserve()
         try:
-            async with life(cfg, "wait,wait", placement) as first:
-                await launch(first)
-                pids = [where.pid for where in first.whereabouts]
+            first = life(cfg, "wait,wait", placement)
+            async with first as one, life(cfg, "wait,leave", placement, epoch=2) as two:
+                await launch(one)
+                assert await two.waits() and nodes_of(one) == nodes_of(two)
+                pids = [where.pid for where in one.whereabouts]
                 for pid in pids:
                     os.kill(pid, signal.SIGSTOP)
+                assert not await one.waits()
                 began = time.monotonic()
-                await first.kill()
+                await one.kill()
                 took = time.monotonic() - began
-                await first.kill()
-            await placement.reserve()
-            async with life(cfg, "wait,wait", placement, epoch=2) as second:
-                return pids, took, nodes_of(first), nodes_of(second)
+                await one.kill()  # once more changes nothing
+                await placement.reserve()
+                await launch(two)
+                return pids, took, await asyncio.wait_for(two.wait_end(), 60)
         finally:
             await placement.release()
 
-    pids, took, before, after = asyncio.run(lives())
-    assert took < 10 and before == after
+    pids, took, end = asyncio.run(lives())
+    assert took < 10 and end.reason == "rank 1 left unasked"
     wait_until(lambda: not any(running(pid) for pid in pids), 20, f"gone: {pids}")
 
 
