@@ -90,7 +90,7 @@ def test_strict_spread_has_a_node_for_each_rank_in_their_order(cluster: RayClust
 
 def test_spread_orders_ranks_by_node(cluster: RayCluster) -> None:
     async def look() -> list[str]:
-        async with placed(config(cluster, "dp=6", "ray.strategy=SPREAD")) as gang:
+        async with placed(config(cluster, "dp=4", "ray.strategy=SPREAD")) as gang:
             return nodes_of(gang)
 
     nodes = asyncio.run(look())
