@@ -98,7 +98,7 @@ class Placement:
                 await asyncio.to_thread(remove_placement_group, group)
 
     async def _wants_one_node(self) -> bool:
-        """PACK fills up nodes one after the other, and so tears gangs apart that would fit on a node that is empty."""
+        """PACK begins with the node that has most to spare, which may tear apart a gang that fits on another one."""
         cfg = self._config
         if cfg.ray.strategy != "PACK" or cfg.dp == 1 or cfg.ray.address is None:
             return False
