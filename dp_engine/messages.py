@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 64 << 20
 
 PauseMode: TypeAlias = Literal["none", "new", "all"]
@@ -143,10 +143,20 @@ class LogLine(Message, frozen=True):
 
 
 class Diagnosis(Message, frozen=True):
-    """What the gang's flight recorders say of its end: the same text from every rank that lives to tell."""
+    """What the gang's flight recorders say of its end: the same from every rank that lives to tell.
+
+    culprits: the ranks that left; innocent: they were stopped or are out of reach, which no step can cause.
+    """
 
     rank: int
     text: str
+    culprits: list[int]
+    innocent: bool
+
+    @property
+    def title(self) -> str:
+        """The first line, which says the most."""
+        return self.text.partition("\n")[0]
 
 
 class Goodbye(Message, frozen=True):

@@ -71,7 +71,7 @@ def _tell(link: Link, error: VoteError) -> None:
     """The report goes into this rank's own log and to the launcher, which shows it once."""
     if isinstance(error, LockstepBroken) and error.report:
         print(error.report, file=sys.stderr, flush=True)
-        link.send(messages.Diagnosis(link.rank, error.report))
+        link.send(messages.Diagnosis(link.rank, error.report, sorted(error.culprits), error.innocent))
     link.send(messages.Goodbye(link.rank, str(error)))
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dp_engine.link import RankKeys
 from dp_engine.spec import RankSpec
-from launcher.config import ConfigError, DeploymentConfig
+from launcher.config import DeploymentConfig
 from launcher.errors import DeploymentFailed
+from launcher.placement import Placement
 from launcher.rank_actor import RankActor, Rendezvous, Whereabouts
 
 log = logging.getLogger(__name__)
@@ -34,6 +32,18 @@ class RankEnd:
     rank: int
     reason: str
     bystander: bool = False
+    kind: str = "left"
+
+
+@dataclass(frozen=True)
+class GangEnd:
+    reason: str
+    ends: tuple[RankEnd, ...]
+
+    @property
+    def blamed(self) -> list[RankEnd]:
+        """Those that did not merely notice another one's end."""
+        return [end for end in self.ends if not end.bystander]
 
 
 def blame(ends: Iterable[RankEnd]) -> str:
@@ -46,11 +56,11 @@ def blame(ends: Iterable[RankEnd]) -> str:
 class Gang:
     """Owns placement group and actors. `place`, then `launch`; blocking calls of Ray run in threads."""
 
-    def __init__(self, config: DeploymentConfig, model_dir: Path, epoch: int) -> None:
+    def __init__(self, config: DeploymentConfig, model_dir: Path, epoch: int, placement: Placement) -> None:
         self._config = config
         self._model_dir = model_dir
         self._epoch = epoch
-        self._placement: PlacementGroup | None = None
+        self._placement = placement
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self.whereabouts: list[Whereabouts] = []
@@ -67,7 +77,7 @@ class Gang:
         """Rank 0 opens the rendezvous, then all ranks run."""
         await asyncio.to_thread(self._launch, router_endpoint, keys)
 
-    async def wait_end(self) -> str:
+    async def wait_end(self) -> GangEnd:
         """Wait until any rank ends, then a little for the rest to say what they saw; returns whom to blame."""
         futures = [asyncio.wrap_future(run.future()) for run in self._runs]
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -75,7 +85,8 @@ class Gang:
         for future in futures:
             future.exception() if future.done() else future.cancel()
         ends = await asyncio.to_thread(lambda: [self._end_of(rank, run) for rank, run in enumerate(self._runs)])
-        return blame(end for end in ends if end is not None)
+        known = tuple(end for end in ends if end is not None)
+        return GangEnd(blame(known), known)
 
     async def kill(self) -> None:
         """End all actors and give the resources back. Idempotent."""
@@ -83,13 +94,6 @@ class Gang:
 
     def _place(self) -> None:
         cfg = self._config
-        bundle = {"CPU": cfg.ranks.cpus} | ({"GPU": cfg.ranks.gpus} if cfg.ranks.gpus else {})
-        if cfg.ray.address is None:
-            _check_fits(bundle, cfg.dp)
-        group = placement_group([bundle] * cfg.dp, strategy=cfg.ray.strategy)
-        self._placement = group
-        if not group.wait(cfg.ray.placement_timeout_s):
-            raise ConfigError(_does_not_fit(bundle, cfg.dp, f" within {cfg.ray.placement_timeout_s:g} s"))
         actor_class = ray.remote(RankActor)
         actors = [
             actor_class.options(
@@ -97,7 +101,7 @@ class Gang:
                 num_gpus=cfg.ranks.gpus,
                 max_restarts=0,
                 max_concurrency=1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+                scheduling_strategy=self._placement.strategy_for(index),
             ).remote()
             for index in range(cfg.dp)
         ]
@@ -150,12 +154,12 @@ class Gang:
         except GetTimeoutError:
             return None
         except RayActorError:
-            return RankEnd(rank, f"died: its process (pid {pid}) was killed or crashed")
+            return RankEnd(rank, f"died: its process (pid {pid}) was killed or crashed", kind="killed")
         except RayTaskError as error:
             cause = error.cause
             if type(cause).__name__ in BYSTANDERS:
-                return RankEnd(rank, _one_line(cause), bystander=True)
-            return RankEnd(rank, f"failed: {type(cause).__name__}: {_one_line(cause)}")
+                return RankEnd(rank, _one_line(cause), True, "raised")
+            return RankEnd(rank, f"failed: {type(cause).__name__}: {_one_line(cause)}", kind="raised")
         except RayError as error:
             return RankEnd(rank, f"ended: {type(error).__name__}: {_one_line(error)}")
         return RankEnd(rank, "left unasked")
@@ -164,10 +168,7 @@ class Gang:
         with contextlib.suppress(RayError, ValueError):
             for actor in self._actors:
                 ray.kill(actor)
-            if self._placement is not None:
-                remove_placement_group(self._placement)
         self._actors = []
-        self._placement = None
 
 
 def _get(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
@@ -177,35 +178,6 @@ def _get(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
         raise DeploymentFailed(f"{what} did not come up within {timeout_s:g} s") from None
     except RayError as error:
         raise DeploymentFailed(f"{what} did not come up: {_one_line(error)}") from None
-
-
-def _check_fits(bundle: dict[str, float], ranks: int) -> None:
-    """A local Ray will not grow, so what does not fit is refused at once."""
-    deadline = time.monotonic() + 5.0  # a new node's resources appear a moment after `ray.init` returns
-    while True:
-        have = ray.cluster_resources()
-        if all(have.get(name, 0.0) >= amount * ranks for name, amount in bundle.items()):
-            return
-        if "CPU" in have or time.monotonic() > deadline:
-            raise ConfigError(_does_not_fit(bundle, ranks, ""))
-        time.sleep(0.1)
-
-
-def _does_not_fit(bundle: dict[str, float], ranks: int, when: str) -> str:
-    free = ray.available_resources()
-    total = ray.cluster_resources()
-    wanted = ", ".join(f"{amount * ranks:g} {name}" for name, amount in bundle.items())
-    nodes = "; ".join(
-        f"node {node['NodeManagerAddress']}: " + ", ".join(f"{node['Resources'].get(n, 0):g} {n}" for n in bundle)
-        for node in ray.nodes()
-        if node["Alive"]
-    )
-    available = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in bundle)
-    per_rank = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-    return (
-        f"{ranks} ranks do not fit{when}: wanted {wanted} ({per_rank} each), available {available} ({nodes}); "
-        "use fewer ranks (--dp) or less per rank (--set ranks.cpus=0.5)"
-    )
 
 
 def _one_line(error: BaseException) -> str:

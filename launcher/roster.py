@@ -111,14 +111,10 @@ class Roster:
         self._spread()
 
     def pause(self, mode: PauseMode) -> list[int]:
-        """Set the mode of all ranks. Return those whose queue is full; then the others are back in the mode before."""
-        before, self.paused = self.paused, mode
+        """Set the mode of all ranks. Return those whose queue is full; they hear of it as soon as there is room."""
+        self.paused = mode
         self._spread()
-        behind = [rank for rank, peer in self._peers.items() if peer.mode != mode]
-        if behind:
-            self.paused = before
-            self._spread()
-        return behind
+        return [rank for rank, peer in self._peers.items() if peer.mode != mode]
 
     def reset_prefix_cache(self) -> list[int]:
         """Return the ranks whose queue is full: they forget their prefixes as soon as they hear of it."""

@@ -165,7 +165,7 @@ class FakeRank:
                 if isinstance(answer, str):
                     self._outbox.append(encode(Rejected(request_id=message.request_id, reason=answer)))
                 else:
-                    self.running[message.request_id] = (message, answer, 0)
+                    self.running[message.request_id] = (message, answer, message.num_emitted)
             case Wake():
                 self.wakes.append(message.wake)
             case Pause():

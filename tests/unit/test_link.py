@@ -9,6 +9,7 @@ from dp_engine.link import Link, RankKeys
 from dp_engine.messages import PROTOCOL_VERSION, Add, Hello, Sampling, Wake
 from launcher.keys import LaunchKeys
 from launcher.router import Router
+from tests.fake_gang import open_link
 
 
 def on_a_router(rank: Callable[[str, RankKeys], list[object]]) -> list[object]:
@@ -16,10 +17,10 @@ def on_a_router(rank: Callable[[str, RankKeys], list[object]]) -> list[object]:
 
     async def run() -> list[object]:
         keys = LaunchKeys.generate()
-        router = Router(1, keys, epoch=1)
-        await router.start()
-        task = asyncio.create_task(asyncio.to_thread(rank, router.endpoint, keys.for_rank()))
-        await router.wait_ready(10)
+        router = Router(1)
+        link = await open_link(router, keys)
+        task = asyncio.create_task(asyncio.to_thread(rank, link.endpoint, keys.for_rank()))
+        await link.wait_ready(10)
         router.submit([5], Sampling(max_tokens=1))
         try:
             return await task
