@@ -42,8 +42,8 @@ class CrashReports:
     def write(self, link: GangLink, death: Death, carried: int, seen: Sightings) -> Path | None:
         """Returns the folder, or None when nothing is kept or can be written.
 
-        carried: requests that go on in another life; seen: of `last_sight`. Files: report.json; diagnosis.txt, as the ranks saw it;
-        trace.json, the last steps, for ui.perfetto.dev; ranks.log, their log lines; rank-N.stderr.
+        carried: requests that go on in another life; seen: of `last_sight`. Files: report.json; diagnosis.txt, as the
+        ranks saw it; trace.json, the last steps, for ui.perfetto.dev; ranks.log, their log lines; rank-N.stderr.
         """
         if not self.keep:
             return None

@@ -197,7 +197,7 @@ class Supervisor:
         """Wait for the end of a life and bury it. Returns why it ended and how many of its requests go on."""
         death = await self._end_of(life)
         carried = self._router.bury(self.replica, life.link.epoch, death)
-        seen = await asyncio.to_thread(last_sight, life.link)  # before the gang is killed: Ray may kill observers with it
+        seen = await asyncio.to_thread(last_sight, life.link)  # before Ray kills the ranks, and their observers too
         self._do(self._keep(life.link, death, carried, seen))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(life.gang.kill(), REMAINS_S)
