@@ -119,7 +119,7 @@ def _join(
     groups: Groups,
 ) -> Engine:
     """Check the settings before anything is loaded, load, wait for the slowest, warm up, say Hello."""
-    device = _device()
+    device = _device(spec)
     config = ModelConfig.load(Path(spec.model_dir), spec.engine)
     num_blocks = num_blocks_for(config, spec.engine)
     settings = gang_settings(spec, config, config.digest, num_blocks)
@@ -170,12 +170,18 @@ def _join(
     )
 
 
-def _device() -> torch.device:
-    """The one GPU Ray gave this process, else the CPU."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(0)
-        return torch.device("cuda", 0)
-    return torch.device("cpu")
+def _device(spec: RankSpec) -> torch.device:
+    """The one GPU reserved for this rank, else the CPU. Raises RuntimeError when torch cannot use a reserved GPU."""
+    if not spec.gpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"GPU {spec.gpu} is reserved for rank {spec.rank}, but torch {torch.__version__} finds none on "
+            f"{platform.node()} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}): "
+            "is it torch's build for CUDA, and does nvidia-smi work there?"
+        )
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
 
 
 def _log_to(link: Link) -> None:

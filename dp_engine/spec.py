@@ -10,7 +10,7 @@ from vote.config import VoteConfig
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Everything a rank is told. All but `rank`, `threads` and `host` is the same for the whole gang."""
+    """Everything a rank is told. All but `rank`, `threads`, `host` and `gpu` is the same for the whole gang."""
 
     rank: int
     world_size: int
@@ -24,3 +24,4 @@ class RankSpec:
     start_timeout_s: float
     threads: int
     host: str  # this rank's own address, for what listens beside it
+    gpu: str = ""  # id of the GPU reserved for this rank; empty: it computes on the CPU

@@ -1,10 +1,11 @@
 """The one configuration schema: YAML files, `--set key=value`, the CLI's flags and the docs all come from it."""
 
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dp_engine.config import EngineConfig
 from ep.config import ExpertConfig
@@ -12,6 +13,18 @@ from vote.config import VoteConfig
 
 # What goes with `engine.preset` deepinfer; settings given in the configuration win.
 DEEPINFER_VOTE = {"decision": "cadence", "fast_path": False}
+
+
+# Environment variables of a rank that phalanx sets or removes itself, and what decides on them.
+DECIDED_VARIABLES = {
+    "OMP_NUM_THREADS": "ranks.threads decides",
+    "CUDA_VISIBLE_DEVICES": "ranks.gpus and Ray decide",
+    "GLOO_SOCKET_IFNAME": "ranks.interface decides",
+    "NCCL_SOCKET_IFNAME": "ranks.interface decides",
+} | dict.fromkeys(
+    ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    "rank 0 says where the ranks meet",
+)
 
 
 class ConfigError(ValueError):
@@ -42,8 +55,45 @@ class RanksConfig(_Section):
     """What one rank gets from its node."""
 
     cpus: float = Field(1.0, gt=0, description="CPUs reserved per rank (Ray).")
-    gpus: float = Field(0.0, ge=0, description="GPUs reserved per rank (Ray).")
+    gpus: float = Field(
+        0.0, ge=0, le=1, description="GPUs reserved per rank (Ray): 0, 1, or a part of one that ranks are to share."
+    )
+    resources: dict[str, float] = Field({}, description="Other resources reserved per rank (Ray), by name.")
     threads: int | None = Field(None, ge=1, description="Threads per rank; default: node's cores / ranks on it.")
+    pin: bool = Field(True, description="Keep each rank on its own cores, of one NUMA node where it can be.")
+    interface: str | None = Field(
+        None,
+        description="Network between ranks: an interface's name, or an address range (10.1.0.0/16) that each node has "
+        "an interface in; default: the interface with the node's Ray address.",
+    )
+    env: dict[str, str | None] = Field(
+        {}, description="Environment variables of the ranks, by name; null: as in the launcher's own environment."
+    )
+
+    @field_validator("resources")
+    @classmethod
+    def _are_other_resources(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name, amount in resources.items():
+            if name in ("CPU", "GPU", "memory", "object_store_memory"):
+                raise ValueError(f"{name} is none of the others: use ranks.cpus and ranks.gpus")
+            if amount <= 0:
+                raise ValueError(f"{name}: {amount:g} is no amount")
+        return resources
+
+    @field_validator("interface")
+    @classmethod
+    def _is_name_or_range(cls, interface: str | None) -> str | None:
+        if interface is not None and "/" in interface:
+            ip_network(interface)  # a ValueError says what is wrong
+        return interface
+
+    @field_validator("env")
+    @classmethod
+    def _may_be_set(cls, env: dict[str, str | None]) -> dict[str, str | None]:
+        for name in env:
+            if name in DECIDED_VARIABLES:
+                raise ValueError(f"{name} is not for you to set: {DECIDED_VARIABLES[name]}")
+        return env
 
 
 class RayConfig(_Section):
@@ -64,6 +114,9 @@ class SupervisionConfig(_Section):
     backoff_max_s: float = Field(30.0, ge=0, description="Longest such wait.")
     max_request_deaths: int = Field(
         2, ge=1, description="A request that was running on the rank at fault at so many ends in a row is failed."
+    )
+    spare: bool = Field(
+        True, description="Keep the next life's processes started and waiting, about 0.3 GB a rank; not with GPUs."
     )
     crash_dir: str = Field("~/.local/state/phalanx/crashes", description="Crash reports go to folders in here.")
     crash_reports: int = Field(20, ge=0, description="Crash reports kept there; 0 writes none.")

@@ -43,7 +43,7 @@ def _is_section(field: FieldInfo) -> bool:
 
 
 def _row(key: str, field: FieldInfo) -> str:
-    default = "" if field.default in (None, PydanticUndefined) else f"`{_plain(field.default)}`"
+    default = "" if field.default in (None, {}, PydanticUndefined) else f"`{_plain(field.default)}`"
     return f"| `{key}` | {_type(field.annotation)} | {default} | {field.description} |"
 
 
@@ -52,6 +52,8 @@ def _plain(value: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
+    if get_origin(annotation) is dict:
+        return f"mapping of {' to '.join(_type(part) for part in get_args(annotation))}"
     names = [get_args(part) if get_origin(part) is not None else part for part in get_args(annotation)]
     if all(isinstance(part, str) for part in get_args(annotation)) and names:
         return ", ".join(f"`{name}`" for name in names)  # a Literal

@@ -12,8 +12,9 @@ from dp_engine.messages import Diagnosis
 from launcher.config import ConfigError, DeploymentConfig
 from launcher.crashes import CrashReports, last_sight
 from launcher.death import Death
+from launcher.ends import GangEnd
 from launcher.errors import DeploymentFailed
-from launcher.gang import Gang, GangEnd
+from launcher.gang import Gang
 from launcher.gang_link import GangLink
 from launcher.keys import LaunchKeys
 from launcher.placement import Placement
@@ -24,6 +25,7 @@ from vote.report import Sightings
 
 VERDICT_S = 8.0  # after the first sign of an end, for the ranks to say why
 FRUITFUL_S = 60.0  # a life that serves for so long counts as a good one, requests or not
+SPARE_AFTER_S = 5.0  # a life has served, before the next one's processes are started
 REMAINS_S = 10.0  # for the last life's processes to be gone
 
 
@@ -86,6 +88,8 @@ class Supervisor:
         self._crashes = CrashReports(Path(config.supervision.crash_dir).expanduser(), config.supervision.crash_reports)
         self._epoch = 0
         self._life: Life | None = None
+        self._spare: Gang | None = None  # placed for the next life; it has the next epoch
+        self._placing = False  # the spare, just now
         self._chores: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -102,7 +106,11 @@ class Supervisor:
         settings, failures = self._config.supervision, 0
         while True:
             assert self._life is not None
+            spare = asyncio.create_task(self._keep_spare())
             death, carried = await self._outlive(self._life)
+            if not self._placing:
+                spare.cancel()
+            await asyncio.wait({spare})
             failures = 0 if self._fruitful(self._life) else failures + 1
             if not settings.restart or failures >= settings.max_failures:
                 return await self._give_up(death, failures)
@@ -117,8 +125,8 @@ class Supervisor:
         """End what is running and give the resources back."""
         for chore in self._chores:
             chore.cancel()
-        if self._life is not None:
-            await self._life.gang.kill()
+        gangs = [self._spare, self._life.gang if self._life is not None else None]
+        await asyncio.gather(*(gang.kill() for gang in gangs if gang is not None))
         await self._placement.release()
 
     @property
@@ -132,11 +140,12 @@ class Supervisor:
         cfg = self._config
         await self._placement.reserve()
         self._epoch += 1
-        gang = Gang(cfg, self._model_dir, self._epoch, self._placement)
+        gang, placed = await self._next_gang()
         keys = LaunchKeys.generate()
         link: GangLink | None = None
         try:
-            await gang.place()
+            if not placed:
+                await gang.place()
             here = gang.on_node(self._home.node_id)
             link = self._router.open(self.replica, keys, self._epoch)
             await link.start(cfg.router.host or ("127.0.0.1" if here else self._home.node_ip))
@@ -147,6 +156,42 @@ class Supervisor:
                 await link.close()
             raise
         return Life(gang, link)
+
+    async def _next_gang(self) -> tuple[Gang, bool]:
+        """For this epoch; True: it has been placed already, and its processes wait."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            if await spare.waits():
+                return spare, True
+            await spare.kill()
+        return self._gang(self._epoch), False
+
+    def _gang(self, epoch: int) -> Gang:
+        def on_log(rank: int, level: int, text: str) -> None:
+            self._voice.rank_log(self.replica, rank, level, text)
+
+        return Gang(self._config, self._model_dir, epoch, self._placement, on_log)
+
+    async def _keep_spare(self) -> None:
+        """Start the next life's processes while this one serves: importing what ranks need takes half of a restart.
+
+        Not at once, since that takes the machine's time too, and not where each process takes a GPU.
+        """
+        if not self._config.supervision.spare or self._config.ranks.gpus:
+            return
+        await asyncio.sleep(SPARE_AFTER_S)
+        gang = self._gang(self._epoch + 1)
+        self._placing = True
+        try:
+            await gang.place()
+        except BaseException as error:
+            await gang.kill()
+            if not isinstance(error, DeploymentFailed):
+                raise
+        else:
+            self._spare = gang
+        finally:
+            self._placing = False
 
     async def _try_again(self, failures: int) -> str | None:
         """The next life, up to its readiness. Returns what went wrong; then nothing of it is left."""

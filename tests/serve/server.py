@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,13 +23,15 @@ READY = re.compile(r"^ready\s+(http://\S+)\s+model (\S+)\s+(\d+) ranks?")
 
 
 class Server:
-    """Context manager around one `phalanx serve`. `args` go to the command line."""
+    """Context manager around one `phalanx serve`. `args` go to the command line, `prefix` comes before it."""
 
-    def __init__(self, *args: str, timeout_s: float = 120.0, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *args: str, timeout_s: float = 120.0, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
         self._state = tempfile.TemporaryDirectory(prefix="phalanx-test-")
         self.crash_dir = Path(self._state.name)
         kept = ("--set", f"supervision.crash_dir={self.crash_dir}")
-        self._command = [sys.executable, "-m", "launcher", "serve", "--port", "0", *kept, *args]
+        self._command = [*prefix, sys.executable, "-m", "launcher", "serve", "--port", "0", *kept, *args]
         self._timeout_s = timeout_s
         self._env = env or {}
         self.lines: list[str] = []

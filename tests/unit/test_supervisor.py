@@ -12,7 +12,7 @@ import pytest
 from dp_engine.messages import Diagnosis, Sampling, encode
 from launcher.config import ConfigError, DeploymentConfig, SupervisionConfig
 from launcher.errors import DeploymentFailed
-from launcher.gang import GangEnd, RankEnd
+from launcher.ends import GangEnd, RankEnd
 from launcher.gang_link import GangLink
 from launcher.keys import LaunchKeys
 from launcher.router import GangDown, Router
@@ -39,22 +39,30 @@ class FakeGang:
     lives: ClassVar[list["FakeGang"]] = []
     troubles: ClassVar[list[Exception | str]] = []
 
-    def __init__(self, config: DeploymentConfig, model_dir: Path, epoch: int, placement: FakePlacement) -> None:
+    def __init__(
+        self, config: DeploymentConfig, model_dir: Path, epoch: int, placement: FakePlacement, on_log: Any
+    ) -> None:
         assert placement.held
         self.size, self.epoch, self.ranks = config.dp, epoch, list[FakeRank]()
         self.ended: asyncio.Future[GangEnd] = asyncio.get_running_loop().create_future()
-        self.killed = False
+        self.killed = self.placed = False
+        self.answers = True
         FakeGang.lives.append(self)
 
     async def place(self) -> None:
         self.trouble = FakeGang.troubles.pop(0) if FakeGang.troubles else None
         if isinstance(self.trouble, Exception):
             raise self.trouble
+        self.placed = True
+
+    async def waits(self) -> bool:
+        return self.answers
 
     def on_node(self, node_id: str) -> bool:
         return True
 
     async def launch(self, endpoint: str, keys: Any) -> None:
+        assert self.placed and not self.ranks
         if isinstance(self.trouble, str):
             self.end(self.trouble, 0)
             return
@@ -189,6 +197,26 @@ def test_it_comes_up_after_some_failures(tmp_path: Path) -> None:
             assert (await collect(ticket))[1] == "length"
             assert router.replicas[0].restarts == 1
             assert not lives.done()
+
+    run(test)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_next_life_takes_the_spare_if_that_still_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    monkeypatch.setattr("launcher.supervisor.SPARE_AFTER_S", 0)
+
+    async def test() -> None:
+        async with supervised(tmp_path) as (router, _, _lives):
+            await until(lambda: len(FakeGang.lives) == 2 and FakeGang.lives[1].placed)
+            spare = FakeGang.lives[1]
+            assert spare.epoch == 2 and not spare.ranks
+            spare.answers = answers
+            FakeGang.lives[0].end("died", 0)
+            await until(lambda: router.replicas[0].restarts == 1)
+            assert bool(spare.ranks) is answers and spare.killed is not answers
+        assert all(life.killed for life in FakeGang.lives)
 
     run(test)
 

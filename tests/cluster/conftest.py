@@ -1,0 +1,70 @@
+"""Fixtures of the cluster tests. Clusters use every core, so all of these tests run on one worker."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import write_mixtral
+from tests.serve.server import ROOT
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random fp32 Mixtral with a tokenizer."""
+    return write_mixtral(tmp_path_factory.mktemp("checkpoint") / "tiny", with_tokenizer=True)
+
+
+class RayCluster:
+    """Three raylets of this machine with 2 CPUs each: the head, one with 2 GPUs that are not there, and `last`."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+        common: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20}
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args=common | {"include_dashboard": False, "_system_config": quick, "resources": {"head": 2}},
+        )
+        self.gpu_node = self._cluster.add_node(wait=False, num_gpus=2, resources={"slot": 2}, **common)
+        self.last = self._cluster.add_node(wait=False, **common)
+        self._cluster.wait_for_nodes()
+        self.address: str = self._cluster.address
+
+    def lose(self, node: Any) -> None:
+        """Kill a raylet, as a host that goes down does."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        for node in reversed(self._cluster.list_all_nodes()):  # the head last
+            self.lose(node)
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    """A cluster that asks for no token, whatever this user's other ones do, with this process as a driver in it."""
+    environment = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    before = dict(os.environ)
+    os.environ.update(environment)
+    from launcher.config import RayConfig
+    from launcher.ray_session import RaySession
+
+    cluster = RayCluster()
+    try:
+        with RaySession(RayConfig(address=cluster.address)):
+            yield cluster
+    finally:
+        cluster.close()
+        os.environ.clear()
+        os.environ.update(before)
