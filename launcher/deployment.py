@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from dp_engine.link import SILENT_VOTES
 from launcher.config import ConfigError, DeploymentConfig, RayConfig
 from launcher.errors import DeploymentFailed
 from launcher.guardian import Guardian
@@ -86,7 +87,10 @@ class Deployment:
         await gang.place()
         keys = LaunchKeys.generate()
         host = cfg.router.host or ("127.0.0.1" if gang.on_node(session.node_id()) else session.node_ip())
-        self.router = Router(cfg.dp, keys, EPOCH, host, cfg.router.max_inflight, self._on_log, self._on_diagnosis)
+        silence_s = SILENT_VOTES * cfg.vote.control_timeout_s
+        self.router = Router(
+            cfg.dp, keys, EPOCH, host, cfg.router.max_inflight, self._on_log, self._on_diagnosis, silence_s
+        )
         await self.router.start()
         self._stack.push_async_callback(self.router.close)
         self._say("loading the model")

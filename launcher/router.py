@@ -23,7 +23,7 @@ from dp_engine.messages import (
 )
 from launcher.books import Books
 from launcher.keys import LaunchKeys
-from launcher.link import Congested, RankLink, Unroutable
+from launcher.link import SILENCE_S, Congested, RankLink, Unroutable
 from launcher.roster import Roster, name_ranks
 from launcher.ticket import Delta, GangDown, Inbox, QueueFull, RankBusy, RequestRejected, Ticket
 from vote.observers import ObserverKeys, Observers
@@ -50,7 +50,9 @@ class Router:
         max_inflight: int = 4096,
         on_log: OnLog | None = None,
         on_diagnosis: Callable[[str], None] | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
+        """`silence_s`: a rank that gives no sign of life for so long is gone."""
         self.world_size = world_size
         self.max_inflight = max_inflight
         self.reports: dict[int, Report] = {}
@@ -63,7 +65,13 @@ class Router:
         self._host = host
         self._on_log = on_log
         self._on_diagnosis = on_diagnosis  # called once
-        self._link = RankLink(keys, self._on_message, send_high_water=4 * max_inflight + 1024)
+        self._link = RankLink(
+            keys,
+            self._on_message,
+            send_high_water=4 * max_inflight + 1024,
+            on_broken=self._on_broken,
+            silence_s=silence_s,
+        )
         self._roster = Roster(world_size, keys.launch_id, epoch, self._link, self._on_lost)
         self._tickets: dict[int, Ticket] = {}
         self._next_id = 1
@@ -173,6 +181,12 @@ class Router:
 
     def _on_lost(self, rank: int) -> None:
         self.fail(f"rank {rank} is not connected any more")
+
+    def _on_broken(self, identity: bytes, reason: str) -> None:
+        """Messages were lost, or a connection has ended: fatal between a rank's Hello and its Goodbye."""
+        rank = self._roster.rank_of(identity)
+        if rank is not None and rank not in self._goodbyes and not self._stopping:
+            self.fail(f"rank {rank}: {reason}")
 
     # ---- requests
 
