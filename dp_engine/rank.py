@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dp_engine import messages
+from dp_engine.chaos import Chaos
 from dp_engine.checkpoint import CheckpointError
 from dp_engine.engine import Engine, StepCounters
 from dp_engine.kv_cache import num_blocks_for
@@ -166,8 +167,9 @@ def _join(
     )
     link.wait_welcome(spec.start_timeout_s)
     return Engine(
-        link, protocol, scheduler, worker, counters, mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control
-    )
+        link, protocol, scheduler, worker, counters, mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control,
+        chaos=Chaos(link, scheduler) if spec.chaos else None,
+    )  # fmt: skip
 
 
 def _device() -> torch.device:

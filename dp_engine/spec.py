@@ -24,3 +24,4 @@ class RankSpec:
     start_timeout_s: float
     threads: int
     host: str  # this rank's own address, for what listens beside it
+    chaos: bool = False  # faults on demand are obeyed

@@ -55,6 +55,12 @@ class RayConfig(_Section):
     start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for the ranks to load and report.")
 
 
+class ChaosConfig(_Section):
+    """Faults on demand (`phalanx chaos`)."""
+
+    enabled: bool = Field(False, description="Let POST /debug/chaos kill, stop or slow down ranks: tests and drills.")
+
+
 class DeploymentConfig(_Section):
     """One deployment: a model, its ranks and the front."""
 
@@ -67,6 +73,7 @@ class DeploymentConfig(_Section):
     router: RouterConfig = RouterConfig()
     ranks: RanksConfig = RanksConfig()
     ray: RayConfig = RayConfig()
+    chaos: ChaosConfig = ChaosConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -137,6 +137,7 @@ class Gang:
                 start_timeout_s=timeout_s,
                 threads=threads[rank],
                 host="127.0.0.1" if single_host else self.whereabouts[rank].node_ip,
+                chaos=cfg.chaos.enabled,
             )
             for rank in range(cfg.dp)
         ]

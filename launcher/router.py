@@ -11,6 +11,7 @@ import msgspec
 from dp_engine.messages import (
     Add,
     Diagnosis,
+    Fault,
     Goodbye,
     Hello,
     LogLine,
@@ -51,8 +52,10 @@ class Router:
         on_log: OnLog | None = None,
         on_diagnosis: Callable[[str], None] | None = None,
         silence_s: float = SILENCE_S,
+        standing: list[tuple[int, Fault]] | None = None,
     ) -> None:
-        """`silence_s`: a rank that gives no sign of life for so long is gone."""
+        """`silence_s`: a rank that gives no sign of life for so long is gone. `standing`: faults that outlast a life of
+        the gang, with the rank each is for; `inject` adds to it."""
         self.world_size = world_size
         self.max_inflight = max_inflight
         self.reports: dict[int, Report] = {}
@@ -78,6 +81,7 @@ class Router:
         self._down: str | None = None
         self._stopping = False
         self._goodbyes: set[int] = set()
+        self._standing = [] if standing is None else standing
         self._changed = asyncio.Event()  # a Hello, a Goodbye or a failure has come
 
     # ---- life
@@ -274,6 +278,21 @@ class Router:
         if busy:
             raise RankBusy(f"the queue to {name_ranks(busy)} is full; prefixes are still cached there")
 
+    def inject(self, rank: int, fault: Fault) -> None:
+        """Let something go wrong at a rank, in this life of the gang or, if it is poison, in all that follow too.
+
+        Raises GangDown, or RankBusy when the rank's queue is full.
+        """
+        self._require_ready()
+        try:
+            self._roster.inject(rank, fault)
+        except Congested:
+            raise RankBusy(f"the queue to rank {rank} is full") from None
+        except Unroutable:
+            raise GangDown(self._down) from None
+        if fault.kind == "poison":
+            self._standing.append((rank, fault))
+
     # ---- from ranks
 
     def _on_message(self, identity: bytes, payload: bytes) -> None:
@@ -320,6 +339,9 @@ class Router:
 
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
         if self._roster.admit(identity, hello):
+            if not self._roster.missing:
+                for rank, fault in self._standing:
+                    self._roster.inject(rank, fault)
             self._changed.set()
         else:
             self.bad_messages += 1

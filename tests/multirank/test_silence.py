@@ -18,7 +18,6 @@ from dp_engine.spec import RankSpec
 from ep.config import ExpertConfig
 from launcher.keys import LaunchKeys
 from launcher.router import Router
-from tests.checkpoints import write_mixtral
 from tests.multirank.gang import Gang
 from vote.config import VoteConfig
 
@@ -73,6 +72,8 @@ def be_rank(process: int, keys: RankKeys, notes: Path, model: Path) -> tuple[str
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_sleeping_rank_ends_when_its_router_is_gone(how: signal.Signals, tmp_path: Path) -> None:
+    from tests.checkpoints import write_mixtral  # imports more than the processes need
+
     keys, model = LaunchKeys.generate(), write_mixtral(tmp_path / "tiny")
     with Gang() as gang:
         gang.start(ROUTER, keep_router, keys, tmp_path)
