@@ -22,12 +22,17 @@ KINDS = (*DEADLY, "slow", "full")  # of a drill: what shows, or passes, without 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One fault of a drill. `seconds`: until the server was ready again; None: it never was, for this `reason`."""
+    """One fault of a drill, and how long until the server was ready again, unless there is a `failure`."""
 
     kind: str
+    replica: int
     rank: int
-    seconds: float | None
-    reason: str = ""
+    seconds: float
+    failure: str
+
+    @property
+    def end(self) -> str:
+        return f"never ready again: {self.failure}" if self.failure else f"ready again after {self.seconds:.1f} s"
 
 
 def inject(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -59,61 +64,78 @@ def run_drill(url: str, kinds: Sequence[str], *, count: int, every_s: float, see
     console, rng, outcomes = Console(stderr=True, highlight=False), random.Random(seed), list[Outcome]()
     with httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S) as client:
         server = Server(client)
-        if (ranks := server.ranks()) is None:
-            raise DiagnoseError(f"{url} is not ready: {server.reason}")
+        if not (before := server.look()).ready:
+            raise DiagnoseError(f"{url} is not ready: {before.reason}")
         for number in range(count):
             if number:
                 time.sleep(every_s)
-            kind, rank = rng.choice(kinds), rng.randrange(ranks)
-            began = time.monotonic()
-            inject(url, {"kind": kind, "rank": rank})
-            recovered = server.recovers(began, falls=kind in DEADLY)
-            outcomes.append(Outcome(kind, rank, time.monotonic() - began if recovered else None, server.reason))
-            console.print(f"{number + 1} of {count}: {_words(outcomes[-1])}")
-            if not recovered:
+            kind, replica = rng.choice(kinds), rng.randrange(len(before.ranks))
+            rank, began = rng.randrange(before.ranks[replica]), time.monotonic()
+            inject(url, {"kind": kind, "replica": replica, "rank": rank})
+            failure = server.recovers(before, falls=kind in DEADLY)
+            outcomes.append(Outcome(kind, replica, rank, time.monotonic() - began, failure))
+            console.print(f"{number + 1} of {count}: {kind} at rank {rank}: {outcomes[-1].end}")
+            if failure:
                 break
+            before = server.look()
     Console(highlight=False).print(_table(outcomes))
-    return 0 if all(outcome.seconds is not None for outcome in outcomes) else 1
+    return 1 if outcomes[-1].failure else 0
+
+
+@dataclass(frozen=True)
+class Look:
+    """A server as it was found. `ranks`: of each replica; `lives`: of all gangs together; `reason`: why it is not
+    ready; `ended`: it never will be.
+    """
+
+    ready: bool
+    ranks: tuple[int, ...] = ()
+    lives: int = 0
+    reason: str = ""
+    ended: bool = False
 
 
 class Server:
-    """The server as a drill sees it. `reason`: why it was not ready when it was asked last."""
+    """The server of a drill."""
 
     def __init__(self, client: httpx.Client, clock: Callable[[], float] = time.monotonic) -> None:
-        self.reason = ""
         self._client = client
         self._clock = clock
         self._model = ""
 
-    def ranks(self) -> int | None:
-        """How many there are; None: the server is not ready."""
+    def look(self) -> Look:
+        """By /status, which tells of each replica, or by /ready of a server that has none."""
         try:
-            reply = self._client.get("/ready")
+            status, ready = self._client.get("/status"), self._client.get("/ready")
         except httpx.TransportError as error:
-            self.reason = f"the server has ended ({error or type(error).__name__})"
-            return None
-        if reply.status_code != 200:
-            self.reason = str(reply.json().get("reason", reply.status_code))
-            return None
-        return int(reply.json()["ranks"])
+            return Look(False, reason=f"the server has ended ({error or type(error).__name__})", ended=True)
+        if status.status_code == 200:
+            replicas = status.json()["replicas"]
+            waiting = [
+                f"replica {each['replica']} is {each['state']}" for each in replicas if each["state"] != "serving"
+            ]
+            ranks, lives = tuple(each["ranks"] for each in replicas), sum(each["epoch"] for each in replicas)
+            return Look(not waiting, ranks, lives, ", ".join(waiting))
+        if ready.status_code == 200:
+            return Look(True, (ready.json()["ranks"],))
+        return Look(False, reason=str(ready.json().get("reason", ready.status_code)))
 
-    def recovers(self, began: float, *, falls: bool) -> bool:
-        """Wait until the server is ready again after a fault at `began`; first that it is not, if it `falls`.
+    def recovers(self, before: Look, *, falls: bool) -> str:
+        """Wait until the server is ready again; first that it is not, if it `falls`. Returns why it is not, or "".
 
         A rank that is stopped in its sleep is missed by nobody before there is work, so there is some.
         """
-        while falls and self.ranks() is not None:
+        began = self._clock()
+        while falls and (now := self.look()).ready and now.lives == before.lives:
             self._give_work()
             if self._clock() - began > WAITS_S:
-                self.reason = f"nobody noticed the fault within {WAITS_S:g} s"
-                return False
+                return f"nobody noticed the fault within {WAITS_S:g} s"
             time.sleep(LOOK_S)
-        while self.ranks() is None:
-            if self.reason.startswith("the server has ended") or self._clock() - began > RECOVERS_S:
-                return False
+        while not (now := self.look()).ready:
+            if now.ended or self._clock() - began > RECOVERS_S:
+                return now.reason
             time.sleep(LOOK_S)
-        self.reason = ""
-        return True
+        return ""
 
     def _give_work(self) -> None:
         """A request of one token, whose answer nobody waits for."""
@@ -126,14 +148,8 @@ class Server:
             return
 
 
-def _words(outcome: Outcome) -> str:
-    end = f"ready again after {outcome.seconds:.1f} s" if outcome.seconds is not None else outcome.reason
-    return f"{outcome.kind} at rank {outcome.rank}: {end}"
-
-
 def _table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table("fault", "rank", "ready again after")
+    table = Table("fault", "replica", "rank", "end")
     for outcome in outcomes:
-        after = f"{outcome.seconds:.1f} s" if outcome.seconds is not None else f"never: {outcome.reason}"
-        table.add_row(outcome.kind, str(outcome.rank), after)
+        table.add_row(outcome.kind, str(outcome.replica), str(outcome.rank), outcome.end)
     return table

@@ -15,6 +15,7 @@ from dp_engine.messages import (
     PROTOCOL_VERSION,
     Abort,
     Add,
+    Fault,
     Goodbye,
     Hello,
     Histogram,
@@ -47,7 +48,8 @@ def count_up(add: Add) -> Iterator[int]:
 
 
 class FakeRank:
-    """`with FakeRank(...) as rank:` runs it. What it received is in `adds`, `aborted`, `pauses`, `resets` and `wakes`.
+    """`with FakeRank(...) as rank:` runs it. What it received is in `adds`, `aborted`, `pauses`, `resets`, `faults`
+    and `wakes`.
 
     A step gives each request up to `burst` tokens, as accepted drafts do. Pause mode "all" holds the steps.
     """
@@ -75,6 +77,7 @@ class FakeRank:
         self.aborted: list[int] = []
         self.pauses: list[Pause] = []
         self.resets: list[ResetPrefixCache] = []
+        self.faults: list[Fault] = []
         self.wakes: list[int] = []
         self.welcomed = threading.Event()
         self.was_aborted = threading.Event()
@@ -186,6 +189,9 @@ class FakeRank:
             case ResetPrefixCache():
                 self.wakes.append(message.wake)
                 self.resets.append(message)
+            case Fault():
+                self.wakes.append(message.wake)
+                self.faults.append(message)
             case Abort():
                 self.aborted += message.request_ids
                 self.was_aborted.set()
