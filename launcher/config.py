@@ -122,6 +122,12 @@ class SupervisionConfig(_Section):
     crash_reports: int = Field(20, ge=0, description="Crash reports kept there; 0 writes none.")
 
 
+class ChaosConfig(_Section):
+    """Faults on demand (`phalanx chaos`)."""
+
+    enabled: bool = Field(False, description="Let POST /debug/chaos kill, stop or slow down ranks: tests and drills.")
+
+
 class DeploymentConfig(_Section):
     """One deployment: a model, its ranks and the front."""
 
@@ -136,6 +142,7 @@ class DeploymentConfig(_Section):
     ranks: RanksConfig = RanksConfig()
     ray: RayConfig = RayConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+    chaos: ChaosConfig = ChaosConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from dp_engine.link import SILENT_VOTES
 from launcher.config import ConfigError, DeploymentConfig, RayConfig
 from launcher.guardian import Guardian
 from launcher.ray_session import RaySession
@@ -40,6 +41,7 @@ class Deployment:
             replicas=config.replicas,
             max_inflight=config.router.max_inflight,
             max_deaths=config.supervision.max_request_deaths,
+            silence_s=SILENT_VOTES * config.vote.control_timeout_s,
             on_log=voice.rank_log,
         )
 

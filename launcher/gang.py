@@ -166,6 +166,7 @@ class Gang:
                 threads=where.threads,
                 host=endpoint.address,
                 gpu=",".join(where.devices),
+                chaos=cfg.chaos.enabled,
             )
             for rank, (where, endpoint) in enumerate(zip(self.whereabouts, endpoints, strict=True))
         ]

@@ -22,7 +22,7 @@ from dp_engine.messages import (
 )
 from launcher.books import Books
 from launcher.keys import LaunchKeys
-from launcher.link import RankLink
+from launcher.link import SILENCE_S, RankLink
 from launcher.roster import Roster, name_ranks
 from launcher.ticket import GangDown, Ticket
 from vote.observers import ObserverKeys, Observers
@@ -53,8 +53,16 @@ class GangLink:
     """
 
     def __init__(
-        self, replica: int, world_size: int, keys: LaunchKeys, epoch: int, owner: Owner, send_high_water: int
+        self,
+        replica: int,
+        world_size: int,
+        keys: LaunchKeys,
+        epoch: int,
+        owner: Owner,
+        send_high_water: int,
+        silence_s: float = SILENCE_S,
     ) -> None:
+        """silence_s: a rank that gives no sign of life for so long is gone."""
         self.replica = replica
         self.world_size = world_size
         self.epoch = epoch
@@ -69,7 +77,9 @@ class GangLink:
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._keys = keys
         self._owner = owner
-        self._link = RankLink(keys, self._on_message, send_high_water)
+        self._link = RankLink(
+            keys, self._on_message, send_high_water, on_broken=self._on_broken, silence_s=silence_s
+        )
         self.roster = Roster(world_size, keys.launch_id, epoch, self._link, self._on_lost)
         self._stopping = False
         self._goodbyes: set[int] = set()
@@ -168,6 +178,12 @@ class GangLink:
 
     def _on_lost(self, rank: int) -> None:
         self.fail(f"rank {rank} is not connected any more")
+
+    def _on_broken(self, identity: bytes, reason: str) -> None:
+        """Messages were lost, or a connection has ended: fatal between a rank's Hello and its Goodbye."""
+        rank = self.roster.rank_of(identity)
+        if rank is not None and rank not in self._goodbyes and not self._stopping:
+            self.fail(f"rank {rank}: {reason}")
 
     # ---- from ranks
 

@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from dp_engine.messages import Fault
+
 if TYPE_CHECKING:
     from launcher.gang_link import GangLink
 
@@ -16,7 +18,7 @@ class Replica:
 
     state: "starting" until the first life is ready, "failed" when it has been given up. started, finished: requests per
     rank (and per finish reason); reasons of the router's own are `abort`, `rejected`, `carried_over`, `gang_down` and
-    `poisoned`.
+    `poisoned`. standing: faults on demand for its ranks, in every life.
     """
 
     number: int
@@ -25,6 +27,7 @@ class Replica:
     reason: str = ""
     restarts: int = 0
     link: "GangLink | None" = None
+    standing: list[tuple[int, Fault]] = field(default_factory=list)
     started: list[int] = field(init=False)
     finished: list[Counter[str]] = field(init=False)
 

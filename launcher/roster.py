@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dp_engine.messages import (
     PROTOCOL_VERSION,
     Abort,
     Add,
+    Fault,
     Hello,
     Message,
     Pause,
@@ -121,6 +124,12 @@ class Roster:
         self._resets += 1
         self._spread()
         return [rank for rank, peer in self._peers.items() if peer.resets != self._resets]
+
+    def inject(self, rank: int, fault: Fault) -> None:
+        """Let something go wrong at a rank. Raises Congested or Unroutable; then nothing has changed."""
+        self._send(rank, msgspec.structs.replace(fault, wake=self.wake + 1))
+        self.wake = self._peers[rank].wake = self.wake + 1
+        self.wake_all()
 
     def shut_down(self, ranks: Iterable[int]) -> list[int]:
         """Ask ranks to leave. Return those that were told."""

@@ -6,12 +6,12 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 
-from dp_engine.messages import Add, Hello, LogLine, Output, PauseMode, Rejected, Sampling
+from dp_engine.messages import Add, Fault, Hello, LogLine, Output, PauseMode, Rejected, Sampling
 from launcher.books import Quote
 from launcher.death import Death
 from launcher.gang_link import GangLink
 from launcher.keys import LaunchKeys
-from launcher.link import Congested, Unroutable
+from launcher.link import SILENCE_S, Congested, Unroutable
 from launcher.replica import Replica
 from launcher.roster import name_ranks
 from launcher.ticket import (
@@ -50,8 +50,10 @@ class Router:
         replicas: int = 1,
         max_inflight: int = 4096,
         max_deaths: int = 2,
+        silence_s: float = SILENCE_S,
         on_log: OnLog | None = None,
     ) -> None:
+        """silence_s: a rank that gives no sign of life for so long is gone."""
         self.world_size = world_size
         self.max_inflight = max_inflight
         self.max_deaths = max_deaths
@@ -59,6 +61,7 @@ class Router:
         self.paused: PauseMode = "none"
         self.hellos: dict[int, list[Hello]] = {}  # of each gang's last life that was ready
         self.unplaced: Counter[str] = Counter(abort=0, gang_down=0, poisoned=0)  # ends of requests that waited
+        self._silence_s = silence_s
         self._on_log = on_log
         self._tickets: dict[int, Ticket] = {}
         self._waiting: deque[Ticket] = deque()
@@ -75,7 +78,8 @@ class Router:
     def open(self, replica: int, keys: LaunchKeys, epoch: int) -> GangLink:
         """A new life of a gang, which the caller starts and closes."""
         place = self.replicas[replica]
-        place.link = GangLink(replica, self.world_size, keys, epoch, self, 4 * self.max_inflight + 1024)
+        high_water = 4 * self.max_inflight + 1024
+        place.link = GangLink(replica, self.world_size, keys, epoch, self, high_water, self._silence_s)
         return place.link
 
     def bury(self, replica: int, epoch: int, death: Death) -> int:
@@ -380,6 +384,23 @@ class Router:
         if busy:
             raise RankBusy(f"the queue to {self._names(busy)} is full; prefixes are still cached there")
 
+    def inject(self, replica: int, rank: int, fault: Fault) -> None:
+        """Let something go wrong at a rank, in this life of the gang or, if it is poison, in all that follow too.
+
+        Raises GangDown, or RankBusy when the rank's queue is full.
+        """
+        place = self.replicas[replica]
+        if (link := place.serving) is None:
+            raise GangDown(place.unready_reason)
+        try:
+            link.roster.inject(rank, fault)
+        except Congested:
+            raise RankBusy(f"the queue to rank {rank} is full") from None
+        except Unroutable:
+            raise GangDown(link.down) from None
+        if fault.kind == "poison":
+            place.standing.append((rank, fault))
+
     def _require_links(self) -> None:
         if self._down is not None or not self.links:
             raise GangDown(self.unready_reason)
@@ -395,6 +416,8 @@ class Router:
         place = self.replicas[link.replica]
         place.state, place.reason = "serving", ""
         self.hellos[link.replica] = list(link.hellos.values())
+        for rank, fault in place.standing:
+            link.roster.inject(rank, fault)
         if self.paused != "none":
             link.roster.pause(self.paused)
         self._pump()

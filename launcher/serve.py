@@ -29,7 +29,7 @@ async def serve(config: DeploymentConfig, terminal: Terminal) -> int:
     """Serve until told to stop or drained (0), or until all gangs have been given up (DeploymentFailed)."""
     with bind_http(config.server.host, config.server.port) as listener:
         async with _service(config, terminal) as (deployment, service):
-            app = make_app(service, int(config.server.max_body_mib * (1 << 20)))
+            app = make_app(service, int(config.server.max_body_mib * (1 << 20)), chaos=config.chaos.enabled)
             stop = asyncio.Event()
             front = asyncio.create_task(serve_http(app, listener, stop))
             try:

@@ -44,7 +44,16 @@ def small_text() -> Text:
 class FrontServer:
     """`with FrontServer(...) as server:`; `server.url` is its root, `server.ranks` are its fake ranks."""
 
-    def __init__(self, world_size: int = 2, *, max_inflight: int = 256, max_body: int = 1 << 20, **rank: Any) -> None:
+    def __init__(
+        self,
+        world_size: int = 2,
+        *,
+        max_inflight: int = 256,
+        max_body: int = 1 << 20,
+        chaos: bool = False,
+        **rank: Any,
+    ) -> None:
+        self._chaos = chaos
         self._world_size, self._max_inflight, self._max_body, self._rank = world_size, max_inflight, max_body, rank
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -79,7 +88,7 @@ class FrontServer:
                     self.ranks.append(stack.enter_context(fake))
                 await link.wait_ready(10)
                 self._started.set_result(None)
-                await serve_http(make_app(self.service, self._max_body), sock, self._stop)
+                await serve_http(make_app(self.service, self._max_body, chaos=self._chaos), sock, self._stop)
                 await self.router.close()
         except BaseException as error:
             if not self._started.done():

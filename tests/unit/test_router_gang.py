@@ -10,6 +10,7 @@ import zmq
 
 from dp_engine.link import RankKeys
 from dp_engine.messages import PROTOCOL_VERSION, Hello, LogLine, Output, Sampling, encode
+from dp_engine.numbering import numbered
 from launcher.books import Load
 from launcher.keys import LaunchKeys
 from launcher.router import GangDown, Router
@@ -52,18 +53,28 @@ def test_monitor_can_fail_the_gang_and_the_first_reason_stays() -> None:
     run(test)
 
 
-def test_vanished_rank_is_noticed_at_the_next_message() -> None:
+def test_a_vanished_rank_is_noticed_at_once() -> None:
+    """Nothing has to be sent for that."""
+
     async def test() -> None:
-        async with gang(1) as (router, ranks, _):
-            ranks[0].__exit__()
+        async with gang(2) as (router, ranks, _):
+            ranks[1].__exit__()
+            reason = await asyncio.wait_for(link_of(router).wait_down(), 10)
+            assert reason.startswith("rank 1: its connection was closed")
+            assert router.unready_reason is not None and "rank 1" in router.unready_reason
 
-            def submits() -> bool:
-                router.abort(router.submit([1], Sampling(max_tokens=1)))
-                return not router.ready
+    run(test)
 
-            await until(submits)
-            assert link_of(router).down == "rank 0 is not connected any more"
-            assert router.inflight == 0
+
+def test_lost_messages_name_the_rank_and_their_number() -> None:
+    async def test() -> None:
+        async with gang(3) as (router, ranks, _):
+            tickets = [router.submit([1], Sampling(max_tokens=500)) for _ in range(3)]
+            await anext(tickets[2])
+            ranks[2].lose(3)
+            assert await asyncio.wait_for(link_of(router).wait_down(), 10) == "rank 2: 3 messages were lost on the way"
+            with pytest.raises(GangDown, match="3 messages were lost"):
+                await collect(tickets[0])
 
     run(test)
 
@@ -169,7 +180,8 @@ def test_strangers_are_not_heard(kind: str) -> None:
         stranger = RankKeys(keys.launch_id, keys.server_public, foreign.client_public, foreign.client_secret)
         context, socket = connect(link.endpoint, None if kind == "no encryption" else stranger)
         with suppress(zmq.Again):  # not connected: nothing can be sent at all
-            socket.send(encode(Hello(PROTOCOL_VERSION, keys.launch_id, 1, 0, 1, 1, 1, 1, "")), flags=zmq.NOBLOCK)
+            hello = Hello(PROTOCOL_VERSION, keys.launch_id, 1, 0, 1, 1, 1, 1, "")
+            socket.send(numbered(0, encode(hello)), flags=zmq.NOBLOCK)
         try:
             with pytest.raises(TimeoutError, match="no word from rank 0"):
                 await link_of(router).wait_ready(0.5)

@@ -11,8 +11,8 @@ import pytest
 
 from dp_engine.messages import Diagnosis, Sampling, encode
 from launcher.config import ConfigError, DeploymentConfig, SupervisionConfig
-from launcher.errors import DeploymentFailed
 from launcher.ends import GangEnd, RankEnd
+from launcher.errors import DeploymentFailed
 from launcher.gang_link import GangLink
 from launcher.keys import LaunchKeys
 from launcher.router import GangDown, Router
