@@ -40,6 +40,7 @@ class Running:
     name: str
     url: str
     start_s: float
+    pid: int
 
 
 def phalanx(model: Path | None, port: int, config: Path, settings: list[str]) -> Command:
@@ -96,7 +97,7 @@ def running(command: Command, port: int, timeout_s: float) -> Iterator[Running]:
                 if time.monotonic() - began > timeout_s:
                     raise ServerFailed(f"{command.name} was not ready after {timeout_s:.0f} s: {tail(log)}")
                 time.sleep(0.1)
-            yield Running(command.name, url, time.monotonic() - began)
+            yield Running(command.name, url, time.monotonic() - began, process.pid)
         finally:
             stop(process)
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 from dp_engine.admission import Refused
 from dp_engine.batch import Batch, StepStats
+from dp_engine.chaos import Chaos
 from dp_engine.link import Link
 from dp_engine.messages import (
     BALLOT_BUCKETS_S,
     FIRST_TOKEN_BUCKETS_S,
     Abort,
     Add,
+    Fault,
     Histogram,
     Output,
     Pause,
@@ -85,8 +87,9 @@ class Engine:
         mixed: bool,
         overlap: bool,
         ring: Ring | None = None,
+        chaos: Chaos | None = None,
     ) -> None:
-        """`ring`: where this thread's ballots are noted, and its sleep."""
+        """`ring`: where this thread's ballots are noted, and its sleep. `chaos`: None refuses all faults."""
         self._link = link
         self._protocol = protocol
         self._scheduler = scheduler
@@ -95,6 +98,8 @@ class Engine:
         self._mixed = mixed
         self._overlap = overlap
         self._ring = ring or Recorder(0, 1).control
+        self._chaos = chaos
+        self._refused = 0  # faults
         self._step: int | None = None  # number of the step in flight
         self._reported_at = 0.0
 
@@ -121,6 +126,8 @@ class Engine:
         settled = self._settle()
         if agreement.compute and not agreement.stop:
             self._issue(agreement)
+        elif self._chaos is not None:
+            self._chaos.in_step()
         self._send(settled)
         if agreement.stop:
             return False
@@ -133,6 +140,8 @@ class Engine:
     def _issue(self, agreement: Agreement) -> None:
         """Start the planned step: it enters every collective, its batch empty or not."""
         batch = self._scheduler.batch()
+        if self._chaos is not None:
+            self._chaos.in_forward(self._scheduler.in_flight)
         self._counters.count_step(batch)
         self._step = agreement.step
         self._worker.submit(batch, agreement.step)
@@ -175,6 +184,8 @@ class Engine:
         match message:
             case Add():
                 self._scheduler.wake = max(self._scheduler.wake, message.wake)
+                if self._chaos is not None:
+                    self._chaos.taste(message)
                 try:
                     self._scheduler.add(message)
                 except Refused as error:
@@ -193,6 +204,12 @@ class Engine:
             case ResetPrefixCache():
                 self._scheduler.wake = max(self._scheduler.wake, message.wake)
                 self._scheduler.reset_prefix_cache()
+            case Fault():
+                self._scheduler.wake = max(self._scheduler.wake, message.wake)
+                if self._chaos is not None:
+                    self._chaos.arm(message)
+                else:
+                    self._refused += 1
             case Shutdown():
                 self._scheduler.wake = max(self._scheduler.wake, message.wake)
                 self._scheduler.wants_stop = True
@@ -223,7 +240,7 @@ class Engine:
             sum_qk=counters.sum_qk,
             max_seqlen_k=counters.last.max_seqlen_k,
             min_seqlen_k=counters.last.min_seqlen_k,
-            bad_messages=self._link.bad_messages,
+            bad_messages=self._link.bad_messages + self._refused,
             ballots=counters.ballots,
             first_tokens=counters.first_tokens,
         )

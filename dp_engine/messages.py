@@ -1,7 +1,7 @@
 """What router and ranks say to each other: msgpack with a schema, no pickle.
 
-Every message is one ZMQ frame. Structs are arrays on the wire, tagged by name; a frame that does not parse raises
-`msgspec.ValidationError` (or `DecodeError`), which the receiver counts and drops.
+Every message is one ZMQ frame, its number before it (`dp_engine.numbering`). Structs are arrays on the wire, tagged by
+name; what does not parse raises `msgspec.ValidationError` (or `DecodeError`), which the receiver counts and drops.
 """
 
 from bisect import bisect_left
@@ -10,10 +10,12 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 64 << 20
 
 PauseMode: TypeAlias = Literal["none", "new", "all"]
+Direction: TypeAlias = Literal["to_router", "to_rank"]
+FaultKind: TypeAlias = Literal["kill", "stop", "raise", "hang", "slow", "drop", "full", "poison"]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -143,10 +145,20 @@ class LogLine(Message, frozen=True):
 
 
 class Diagnosis(Message, frozen=True):
-    """What the gang's flight recorders say of its end: the same text from every rank that lives to tell."""
+    """What the gang's flight recorders say of its end: the same from every rank that lives to tell.
+
+    culprits: the ranks that left; innocent: they were stopped or are out of reach, which no step can cause.
+    """
 
     rank: int
     text: str
+    culprits: list[int]
+    innocent: bool
+
+    @property
+    def title(self) -> str:
+        """The first line, which says the most."""
+        return self.text.partition("\n")[0]
 
 
 class Goodbye(Message, frozen=True):
@@ -229,13 +241,33 @@ class ResetPrefixCache(Message, frozen=True):
     wake: int
 
 
+class Fault(Message, frozen=True):
+    """Let something go wrong at this rank, for tests and drills (`dp_engine.chaos`). A step is a turn of the step loop.
+
+    kill, stop, raise, hang: in the step after `after_steps` more. slow: the next `steps` forwards take `seconds` more.
+    drop: the next `messages` messages in this `direction` are lost. full: all free KV blocks are withheld for `steps`
+    steps. poison: from now on a request whose own prompt contains `tokens` in a row ends the rank, in `how`'s way, in
+    the step that schedules it.
+    """
+
+    wake: int
+    kind: FaultKind
+    after_steps: int = 0
+    seconds: float = 0.0
+    steps: int = 1
+    messages: int = 1
+    direction: Direction = "to_router"
+    tokens: tuple[int, ...] = ()
+    how: Literal["raise", "kill"] = "raise"
+
+
 class Shutdown(Message, frozen=True):
     """Leave the step loop. Sent to all ranks; they leave together at the same step."""
 
     wake: int
 
 
-ToRank: TypeAlias = Welcome | Add | Wake | Abort | Ready | Pause | ResetPrefixCache | Shutdown
+ToRank: TypeAlias = Welcome | Add | Wake | Abort | Ready | Pause | ResetPrefixCache | Fault | Shutdown
 ToRouter: TypeAlias = Hello | Output | Rejected | LogLine | Diagnosis | Goodbye
 
 encode = msgspec.msgpack.Encoder().encode

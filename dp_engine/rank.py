@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from dp_engine import messages
+from dp_engine.chaos import Chaos
 from dp_engine.checkpoint import CheckpointError
 from dp_engine.engine import Engine, StepCounters
 from dp_engine.kv_cache import num_blocks_for
-from dp_engine.link import Link, LinkHandler
+from dp_engine.link import SILENT_VOTES, Link, LinkHandler
 from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.policies import make_scheduler
 from dp_engine.runner import ModelRunner
@@ -43,7 +44,7 @@ def run_rank(spec: RankSpec, store: dist.Store | None) -> None:
     torch.set_num_threads(spec.threads)
     recorder = Recorder(spec.rank, spec.world_size, shared=True)
     observer = ObserverProcess(recorder, spec.host, _observer_keys(spec))
-    link = Link(spec.router_endpoint, spec.rank, spec.keys)
+    link = Link(spec.router_endpoint, spec.rank, spec.keys, SILENT_VOTES * spec.vote.control_timeout_s)
     _log_to(link)
     groups = Groups()
     try:
@@ -71,7 +72,7 @@ def _tell(link: Link, error: VoteError) -> None:
     """The report goes into this rank's own log and to the launcher, which shows it once."""
     if isinstance(error, LockstepBroken) and error.report:
         print(error.report, file=sys.stderr, flush=True)
-        link.send(messages.Diagnosis(link.rank, error.report))
+        link.send(messages.Diagnosis(link.rank, error.report, sorted(error.culprits), error.innocent))
     link.send(messages.Goodbye(link.rank, str(error)))
 
 
@@ -166,8 +167,9 @@ def _join(
     )
     link.wait_welcome(spec.start_timeout_s)
     return Engine(
-        link, protocol, scheduler, worker, counters, mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control
-    )
+        link, protocol, scheduler, worker, counters, mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control,
+        chaos=Chaos(link, scheduler) if spec.chaos else None,
+    )  # fmt: skip
 
 
 def choose_device(spec: RankSpec) -> torch.device:

@@ -32,6 +32,7 @@ class Resources:
         self._whole_length = config.admission == "full"
         self._prefix_cache = config.prefix_cache
         self._generation = 0
+        self._withheld = _NO_BLOCKS
         self._block_copies: list[tuple[int, int]] = []
         self._state_copies: list[tuple[int, int]] = []
         # (blocks, slots) that copies read: those of copies not issued yet, and those of the step in flight.
@@ -198,6 +199,16 @@ class Resources:
                 self.slots.free(slots)
         self._sources_in_flight = []
 
+    # ---- blocks that nobody gets
+
+    def withhold(self) -> None:
+        """Take all blocks that are free now out of use, until `hand_back`."""
+        self._withheld = np.concatenate([self._withheld, self.pool.allocate(self.pool.num_free)])
+
+    def hand_back(self) -> None:
+        self.pool.free(self._withheld)
+        self._withheld = _NO_BLOCKS
+
     # ---- prefix cache
 
     def name_blocks(self, rows: np.ndarray, computed: np.ndarray) -> None:
@@ -242,7 +253,7 @@ class Resources:
         self.pool.check_integrity()
         sources = self._sources + self._sources_in_flight
         rows = [seq.row for seq in sequences if seq.has_row]
-        held = [self.ledgers.blocks_of(row) for row in rows] + [blocks for blocks, _ in sources]
+        held = [self.ledgers.blocks_of(row) for row in rows] + [blocks for blocks, _ in sources] + [self._withheld]
         _compare("blocks", self.pool, held)
         if self.slots is not None:
             self.slots.check_integrity()

@@ -131,6 +131,11 @@ class Scheduler(ABC):
     def num_running(self) -> int:
         return len(self.running)
 
+    @property
+    def in_flight(self) -> list[int]:
+        """Requests of the step in flight."""
+        return [] if self._in_flight is None else self.ledgers.request_id[self._in_flight.rows].tolist()
+
     # ---- one step
 
     @abstractmethod

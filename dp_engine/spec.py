@@ -25,3 +25,4 @@ class RankSpec:
     threads: int
     host: str  # this rank's own address, for what listens beside it
     gpu: str = ""  # id of the GPU reserved for this rank; empty: it computes on the CPU
+    chaos: bool = False  # faults on demand are obeyed

@@ -5,7 +5,7 @@ decode step as the rank with most sequences. So the gang's remaining time is est
 `max(prefill over ranks) + DECODE_WEIGHT * max(decode over ranks)` and a request goes where that grows least.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 DECODE_WEIGHT = 4  # one decoded token costs about as much as this many prompt tokens, which are computed in bulk
@@ -20,21 +20,34 @@ class Load:
     decode: int
 
 
-def choose_rank(loads: Sequence[Load], prefill: int, decode: int, start: int = 0) -> int:
-    """Return the rank on which a request of `prefill` and `decode` tokens makes the least resulting maximum load.
+@dataclass(frozen=True, slots=True, order=True)
+class Quote:
+    """What a request would cost on `rank`: what the gang's busiest ranks then have to do, and what this one has."""
 
-    Ties go to the rank with the least load of its own, remaining ties to the first one at or after `start`.
+    gang: int
+    own: int
+    turn: int  # ties rotate
+    rank: int
+
+
+def quote(
+    loads: Sequence[Load], prefill: int, decode: int, start: int = 0, among: Iterable[int] | None = None
+) -> Quote:
+    """The rank on which a request of `prefill` and `decode` tokens makes the least resulting maximum load.
+
+    Ties go to the rank with the least load of its own, remaining ties to the first one at or after `start`. `among`:
+    the ranks to choose from, at least one; default: all.
     """
     world = len(loads)
     most_prefill = max(load.prefill for load in loads)
     most_decode = max(load.decode for load in loads)
 
-    def cost(rank: int) -> tuple[int, int]:
+    def cost(rank: int) -> Quote:
         new_prefill, new_decode = loads[rank].prefill + prefill, loads[rank].decode + decode
         gang = max(most_prefill, new_prefill) + DECODE_WEIGHT * max(most_decode, new_decode)
-        return gang, new_prefill + DECODE_WEIGHT * new_decode
+        return Quote(gang, new_prefill + DECODE_WEIGHT * new_decode, (rank - start) % world, rank)
 
-    return min(((start + i) % world for i in range(world)), key=cost)
+    return min(cost(rank) for rank in (range(world) if among is None else among))
 
 
 @dataclass(slots=True)
@@ -73,10 +86,12 @@ class Books:
         """Requests in flight per rank."""
         return list(self._requests)
 
-    def choose(self, prompt_tokens: int, max_tokens: int, choices: int = 1) -> int:
-        """Return the rank for a request, or for all choices of one prompt. Nothing is charged yet."""
+    def quote(
+        self, prompt_tokens: int, max_tokens: int, choices: int = 1, among: Iterable[int] | None = None
+    ) -> Quote:
+        """The rank for a request, or for all choices of one prompt, and its cost. Nothing is charged yet."""
         decode = choices * min(max_tokens, EXPECTED_TOKENS)
-        return choose_rank(self.loads, prompt_tokens, decode, self._next)
+        return quote(self.loads, prompt_tokens, decode, self._next, among)
 
     def charge(self, request_id: int, rank: int, prompt_tokens: int, max_tokens: int) -> None:
         """Enter a request. Raises ValueError when the id is in the books already."""
@@ -108,10 +123,3 @@ class Books:
         self._prefill[entry.rank] -= entry.prefill
         self._decode[entry.rank] -= entry.decode
         self._requests[entry.rank] -= 1
-
-    def release_rank(self, rank: int) -> list[int]:
-        """A rank died: release all it had, and return the ids."""
-        lost = [request_id for request_id, entry in self._entries.items() if entry.rank == rank]
-        for request_id in lost:
-            self.release(request_id)
-        return lost

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from launcher import chaos_cli
 from launcher.config import ConfigError, DeploymentConfig, load_config
 from launcher.environment import EnvironmentCheckError, check_environment
 from launcher.terminal import Terminal
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(chaos_cli.app, name="chaos")
 
 CONFIG = typer.Argument(help="YAML file with settings; see configs/ and docs/configuration.md.", show_default=False)
 MODEL = typer.Option(help="Checkpoint directory in Hugging Face's layout, or `demo`.", show_default=False)

@@ -105,11 +105,34 @@ class RayConfig(_Section):
     start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for the ranks to load and report.")
 
 
+class SupervisionConfig(_Section):
+    """What happens when a gang ends unasked."""
+
+    restart: bool = Field(True, description="Start the gang again and carry its requests over; else the server ends.")
+    max_failures: int = Field(5, ge=1, description="Lives in a row without a finished request before giving a gang up.")
+    backoff_s: float = Field(1.0, ge=0, description="Wait after such a life before the next one; doubles each time.")
+    backoff_max_s: float = Field(30.0, ge=0, description="Longest such wait.")
+    max_request_deaths: int = Field(
+        2, ge=1, description="A request that was running on the rank at fault at so many ends in a row is failed."
+    )
+    spare: bool = Field(
+        True, description="Keep the next life's processes started and waiting, about 0.3 GB a rank; not with GPUs."
+    )
+    crash_dir: str = Field("~/.local/state/phalanx/crashes", description="Crash reports go to folders in here.")
+    crash_reports: int = Field(20, ge=0, description="Crash reports kept there; 0 writes none.")
+
+
+class ChaosConfig(_Section):
+    """Faults on demand (`phalanx chaos`)."""
+
+    enabled: bool = Field(False, description="Let POST /debug/chaos kill, stop or slow down ranks: tests and drills.")
+
+
 class DeploymentConfig(_Section):
     """One deployment: a model, its ranks and the front."""
 
     model: str = Field("demo", description="Checkpoint directory (Hugging Face layout), or `demo`.")
-    dp: int = Field(2, ge=1, description="Data-parallel ranks.")
+    dp: int = Field(2, ge=1, description="Data-parallel ranks of a gang.")
     replicas: int = Field(1, ge=1, description="Gangs side by side under one router, each of `dp` ranks.")
     server: ServerConfig = ServerConfig()
     engine: EngineConfig = EngineConfig()
@@ -118,6 +141,8 @@ class DeploymentConfig(_Section):
     router: RouterConfig = RouterConfig()
     ranks: RanksConfig = RanksConfig()
     ray: RayConfig = RayConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    chaos: ChaosConfig = ChaosConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -1,54 +1,49 @@
-"""A running deployment: guardian, Ray, router and gang, started and stopped as one."""
+"""A running deployment: guardian, Ray, router and gangs, started and stopped as one."""
 
 import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from dp_engine.link import SILENT_VOTES
 from launcher.config import ConfigError, DeploymentConfig, RayConfig
-from launcher.errors import DeploymentFailed
 from launcher.guardian import Guardian
-from launcher.keys import LaunchKeys
 from launcher.ray_session import RaySession
-from launcher.router import GangDown, OnLog, Router
+from launcher.router import Router
+from launcher.terminal import Terminal
 
 if TYPE_CHECKING:
-    from launcher.gang import Gang
+    from launcher.supervisor import Supervisor
 
 SHUTDOWN_S = 3.0  # for ranks to leave their loop together before they are killed
 LEAVE_RAY_S = 2.5  # for each step of leaving Ray
-VERDICT_S = 10.0  # after the router has failed, for the gang to say why
-EPOCH = 1  # of the first gang
 
 
 class Deployment:
     """Async context manager: inside it the ranks are starting, `ready` waits for them, and `router` takes requests.
 
-    Everything it started is gone after it. `say` gets one short line per stage; `on_log` the ranks'
-    log lines, `on_diagnosis` the report of a gang that left the lockstep.
+    Everything it started is gone after it.
     """
 
-    def __init__(
-        self,
-        config: DeploymentConfig,
-        model_dir: Path,
-        *,
-        say: Callable[[str], None],
-        on_log: OnLog,
-        on_diagnosis: Callable[[str], None],
-    ) -> None:
+    def __init__(self, config: DeploymentConfig, model_dir: Path, voice: Terminal) -> None:
         self._config = config
         self._model_dir = model_dir
-        self._say = say
-        self._on_log = on_log
-        self._on_diagnosis = on_diagnosis
+        self._voice = voice
         self._stack = contextlib.AsyncExitStack()
-        self._ended: asyncio.Task[str] | None = None
-        self.router: Router
+        self._supervisors: list[Supervisor] = []
+        self._lives: list[asyncio.Task[str]] = []
+        self.router = Router(
+            config.dp,
+            replicas=config.replicas,
+            max_inflight=config.router.max_inflight,
+            max_deaths=config.supervision.max_request_deaths,
+            silence_s=SILENT_VOTES * config.vote.control_timeout_s,
+            on_log=voice.rank_log,
+        )
 
     async def __aenter__(self) -> Self:
         try:
@@ -63,39 +58,39 @@ class Deployment:
     ) -> None:
         await self._stack.aclose()
 
+    async def ready(self) -> None:
+        """Wait until every rank has said Hello. Raises DeploymentFailed with the reason a gang gives for its end. From
+        then on gangs that end are started again."""
+        await _all(supervisor.ready() for supervisor in self._supervisors)
+        self._lives = [asyncio.create_task(supervisor.run()) for supervisor in self._supervisors]
+
     async def died(self) -> str:
-        """Wait until the gang ends unasked; returns who ended and why. Open requests have failed by then."""
-        assert self._ended is not None
-        return await asyncio.shield(self._ended)
+        """Wait until all gangs have been given up; returns why. Open requests have failed by then."""
+        reasons = await asyncio.gather(*(asyncio.shield(life) for life in self._lives))
+        return "; ".join(dict.fromkeys(reasons))
 
     async def _start(self) -> None:
         cfg = self._config
         guardian = Guardian() if cfg.ray.address is None else None
         if guardian is not None:
             self._stack.push_async_callback(asyncio.to_thread, guardian.release)
-        self._say("joining Ray" if cfg.ray.address else "starting Ray")
+        self._voice.stage("joining Ray" if cfg.ray.address else "starting Ray")
         session = await self._enter_ray(cfg.ray)
         _reclaim_signals()
         if guardian is not None:
             guardian.watch_session(session.session_dir())
-        from launcher.gang import Gang  # imports ray, which reads its environment then
-        from launcher.placement import Placement
+        from launcher.supervisor import Home, Supervisor  # imports ray, which reads its environment then
 
-        self._say(f"placing {cfg.dp} rank{'s' if cfg.dp > 1 else ''}")
-        placement = Placement(cfg, 0)
-        self._stack.push_async_callback(_bounded, placement.release)
-        await placement.reserve()
-        gang = Gang(cfg, self._model_dir, EPOCH, placement, self._on_log)
-        self._stack.push_async_callback(_bounded, gang.kill)
-        await gang.place()
-        keys = LaunchKeys.generate()
-        host = cfg.router.host or ("127.0.0.1" if gang.on_node(session.node_id()) else session.node_ip())
-        self.router = Router(cfg.dp, keys, EPOCH, host, cfg.router.max_inflight, self._on_log, self._on_diagnosis)
-        await self.router.start()
+        gangs = f"{cfg.replicas} gangs of " if cfg.replicas > 1 else ""
+        self._voice.stage(f"placing {gangs}{cfg.dp} rank{'s' if cfg.dp > 1 else ''}")
+        home = Home(session.node_id(), session.node_ip())
         self._stack.push_async_callback(self.router.close)
-        self._say("loading the model")
-        await gang.launch(self.router.endpoint, keys.for_rank())
-        self._ended = asyncio.create_task(self._watch(gang))
+        for number in range(cfg.replicas):
+            supervisor = Supervisor(number, cfg, self._model_dir, self.router, home, self._voice)
+            self._stack.push_async_callback(_bounded, supervisor.kill)
+            self._supervisors.append(supervisor)
+        await _all(supervisor.start() for supervisor in self._supervisors)
+        self._voice.stage("loading the model")
         self._stack.push_async_callback(self._leave)
 
     async def _enter_ray(self, config: RayConfig) -> RaySession:
@@ -111,45 +106,26 @@ class Deployment:
         self._stack.push_async_callback(_bounded, leave)
         return await asyncio.shield(entering)
 
-    async def ready(self) -> None:
-        """Wait until every rank has said Hello. Raises DeploymentFailed with the reason the gang gives for its end."""
-        assert self._ended is not None
-        ready = asyncio.create_task(self.router.wait_ready(self._config.ray.start_timeout_s))
-        try:
-            await asyncio.wait({ready, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            if ready.done() and ready.exception() is None:
-                return
-            if ready.done() and isinstance(ready.exception(), TimeoutError):
-                raise DeploymentFailed(str(ready.exception()))
-            raise DeploymentFailed(await self._ended)
-        finally:
-            ready.cancel()
-            with contextlib.suppress(asyncio.CancelledError, TimeoutError, GangDown):
-                await ready
-
-    async def _watch(self, gang: "Gang") -> str:
-        """The gang knows best why it ended; the router may know first, or alone (a rank that is merely cut off)."""
-        ended = asyncio.create_task(gang.wait_end())
-        failed = asyncio.create_task(self.router.failed())
-        try:
-            await asyncio.wait({ended, failed}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({ended}, timeout=VERDICT_S)
-            reason = ended.result().reason if ended.done() else failed.result()
-        finally:
-            ended.cancel()
-            failed.cancel()
-        self.router.fail(reason)
-        return reason
-
     async def _leave(self) -> None:
         """Ask the ranks to leave together; those that do not are killed by what follows on the stack."""
-        assert self._ended is not None
-        if not self._ended.done():
-            await self.router.shutdown(SHUTDOWN_S)
-        self._ended.cancel()
+        for life in self._lives:
+            life.cancel()
+        if self._lives:
+            await asyncio.wait(self._lives, timeout=SHUTDOWN_S)
+        await self.router.shutdown(SHUTDOWN_S)
 
 
-async def _bounded(step: Callable[[], Awaitable[None]]) -> None:
+async def _all(steps: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Side by side; the first error ends them all and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for step in steps:
+                group.create_task(step)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _bounded(step: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """A step of the end. Ray may be dead already and then blocks for a minute; the guardian does the rest."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(step(), LEAVE_RAY_S)

@@ -39,11 +39,12 @@ def _get(url: str, path: str, params: dict[str, int]) -> httpx.Response:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DiagnoseError(f"no answer from {url}: {error or type(error).__name__}") from None
     if reply.status_code != 200:
-        raise DiagnoseError(f"{url}{path} answers {reply.status_code}: {_message(reply)}")
+        raise DiagnoseError(f"{url}{path} answers {reply.status_code}: {message_of(reply)}")
     return reply
 
 
-def _message(reply: httpx.Response) -> str:
+def message_of(reply: httpx.Response) -> str:
+    """What an answer that is an error says."""
     try:
         return str(reply.json()["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -34,6 +34,11 @@ class GangEnd:
     reason: str
     ends: tuple[RankEnd, ...]
 
+    @property
+    def blamed(self) -> list[RankEnd]:
+        """Those that did not merely notice another one's end."""
+        return [end for end in self.ends if not end.bystander]
+
 
 def blame(ends: Iterable[RankEnd]) -> str:
     """Who ended the gang, in one line: not those that only noticed, unless there is nobody else."""

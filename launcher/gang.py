@@ -54,6 +54,7 @@ class Gang:
         self._actors: list[Any] = []  # as they were started
         self._ranks: list[Any] = []  # the same by rank
         self._runs: list[Any] = []
+        self._ended: list[asyncio.Future[Any]] = []
         self.whereabouts: list[Whereabouts] = []
 
     async def place(self) -> None:
@@ -118,6 +119,7 @@ class Gang:
                 threads=where.threads,
                 host=endpoint.address,
                 gpu=",".join(where.devices),
+                chaos=cfg.chaos.enabled,
             )
             for rank, (where, endpoint) in enumerate(zip(self.whereabouts, endpoints, strict=True))
         ]
@@ -128,11 +130,12 @@ class Gang:
 
     async def wait_end(self) -> GangEnd:
         """Wait until any rank ends, then a little for the rest to say what they saw."""
-        futures = [asyncio.wrap_future(run.future()) for run in self._runs]
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait(futures, timeout=SETTLE_S)
-        for future in futures:
-            future.exception() if future.done() else future.cancel()
+        if not self._ended:
+            self._ended = [asyncio.wrap_future(run.future()) for run in self._runs]
+            for future in self._ended:
+                future.add_done_callback(_retrieve)
+        await asyncio.wait(self._ended, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(self._ended, timeout=SETTLE_S)
         ends = await asyncio.to_thread(self._ends)
         return GangEnd(blame(ends), tuple(ends))
 
@@ -213,6 +216,12 @@ class Gang:
                 error = caught
             ends.append(end_of(rank, error, self.whereabouts[rank], alive))
         return ends
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Whoever wants to know asks Ray; this one is not missed."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _kill_through_ray(actors: Sequence[Any], away: dict[str, list[ProcessId]]) -> None:

@@ -60,6 +60,9 @@ COUNTERS: dict[str, tuple[str, Callable[[Report], float]]] = {
 }
 
 
+RANK = ("gang", "rank")  # labels
+
+
 class RouterCollector(Collector):
     """What the ranks reported last, and the router's own books. Ranks that have not reported yet are left out."""
 
@@ -69,68 +72,94 @@ class RouterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         router = self._router
         yield GaugeMetricFamily("phalanx_up", "1 while the server process runs.", 1)
-        yield GaugeMetricFamily("phalanx_ready", "1 while all ranks are there and serve.", float(router.ready))
-        yield GaugeMetricFamily("phalanx_ranks", "Ranks of the gang.", router.world_size)
+        yield GaugeMetricFamily("phalanx_ready", "1 while a gang with all its ranks serves.", float(router.ready))
+        yield GaugeMetricFamily("phalanx_ranks", "Ranks of a gang.", router.world_size)
+        yield GaugeMetricFamily("phalanx_draining", "1 while no new requests are taken.", float(router.draining))
         paused = GaugeMetricFamily("phalanx_paused", "1 while the ranks are paused in this mode.", labels=["mode"])
         for mode in ("new", "all"):
             paused.add_metric([mode], float(router.paused == mode))
         yield paused
-        yield from self._from_router()
+        yield from self._of_gangs()
+        yield from self._of_requests()
         yield from self._from_reports()
 
-    def _from_router(self) -> Iterator[Metric]:
+    def _of_gangs(self) -> Iterator[Metric]:
+        serving = GaugeMetricFamily("phalanx_gang_serving", "1 while this gang takes requests.", labels=["gang"])
+        restarts = CounterMetricFamily("phalanx_gang_restarts", "Times a gang was started again.", labels=["gang"])
+        for place in self._router.replicas:
+            serving.add_metric([str(place.number)], float(place.serving is not None))
+            restarts.add_metric([str(place.number)], place.restarts)
+        yield from (serving, restarts)
+
+    def _of_requests(self) -> Iterator[Metric]:
         router = self._router
-        started = CounterMetricFamily("phalanx_requests_started", "Requests handed to a rank.", labels=["rank"])
+        yield GaugeMetricFamily("phalanx_requests_queued", "Requests that wait for a gang.", router.num_waiting)
+        yield GaugeMetricFamily(
+            "phalanx_requests_suspect", "Requests that may have ended a gang, tried one by one.", router.num_suspects
+        )
+        unplaced = CounterMetricFamily(
+            "phalanx_requests_unplaced", "Requests that ended while they waited for a gang.", labels=["reason"]
+        )
+        for reason, count in router.unplaced.items():
+            unplaced.add_metric([reason], count)
+        started = CounterMetricFamily("phalanx_requests_started", "Requests handed to a rank.", labels=RANK)
         finished = CounterMetricFamily(
-            "phalanx_requests_finished", "Requests that ended, by finish reason.", labels=["rank", "reason"]
+            "phalanx_requests_finished", "Requests that left a rank, by finish reason.", labels=[*RANK, "reason"]
         )
         inflight = GaugeMetricFamily(
-            "phalanx_requests_inflight", "Requests a rank holds by the router's books.", labels=["rank"]
+            "phalanx_requests_inflight", "Requests a rank holds by the router's books.", labels=RANK
         )
         load = GaugeMetricFamily(
-            "phalanx_load_tokens", "Tokens a rank has yet to compute by the router's books.", labels=["rank", "kind"]
+            "phalanx_load_tokens", "Tokens a rank has yet to compute by the router's books.", labels=[*RANK, "kind"]
         )
-        requests, loads = router.books.requests, router.books.loads
-        for rank in range(router.world_size):
-            started.add_metric([str(rank)], router.started[rank])
-            inflight.add_metric([str(rank)], requests[rank])
-            load.add_metric([str(rank), "prefill"], loads[rank].prefill)
-            load.add_metric([str(rank), "decode"], loads[rank].decode)
-            for reason, count in router.finished[rank].items():
-                finished.add_metric([str(rank), reason], count)
-        yield from (started, finished, inflight, load)
-        yield CounterMetricFamily(
-            "phalanx_router_bad_messages", "Messages from ranks that were dropped.", router.bad_messages
-        )
+        bad = 0
+        for place in router.replicas:
+            for rank in range(router.world_size):
+                labels = [str(place.number), str(rank)]
+                started.add_metric(labels, place.started[rank])
+                for reason, count in place.finished[rank].items():
+                    finished.add_metric([*labels, reason], count)
+                if (link := place.link) is not None:
+                    inflight.add_metric(labels, link.books.requests[rank])
+                    load.add_metric([*labels, "prefill"], link.books.loads[rank].prefill)
+                    load.add_metric([*labels, "decode"], link.books.loads[rank].decode)
+            bad += place.link.bad_messages if place.link is not None else 0
+        yield from (unplaced, started, finished, inflight, load)
+        yield CounterMetricFamily("phalanx_router_bad_messages", "Messages from ranks that were dropped.", bad)
 
     def _from_reports(self) -> Iterator[Metric]:
-        reports = sorted(self._router.reports.items())
+        reports = [
+            ([str(place.number), str(rank)], report)
+            for place in self._router.replicas
+            if place.link is not None
+            for rank, report in sorted(place.link.reports.items())
+        ]
         for name, (text, value) in GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=["rank"])
-            for rank, report in reports:
-                gauge.add_metric([str(rank)], value(report))
+            gauge = GaugeMetricFamily(name, text, labels=RANK)
+            for labels, report in reports:
+                gauge.add_metric(labels, value(report))
             yield gauge
         for name, (text, value) in COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=["rank"])
-            for rank, report in reports:
-                counter.add_metric([str(rank)], value(report))
+            counter = CounterMetricFamily(name, text, labels=RANK)
+            for labels, report in reports:
+                counter.add_metric(labels, value(report))
             yield counter
         steps = CounterMetricFamily(
-            "phalanx_steps", "Steps of a rank by type, placeholders included.", labels=["rank", "type"]
+            "phalanx_steps", "Steps of a rank by type, placeholders included.", labels=[*RANK, "type"]
         )
         ballots = HistogramMetricFamily(
-            "phalanx_ballot_seconds", "Time of a ballot on a rank, waiting for slower ranks included.", labels=["rank"]
+            "phalanx_ballot_seconds", "Time of a ballot on a rank, waiting for slower ranks included.", labels=RANK
         )
         first_tokens = HistogramMetricFamily(
-            "phalanx_first_token_seconds", "From a request's arrival at its rank to its first token.", labels=["rank"]
+            "phalanx_first_token_seconds", "From a request's arrival at its rank to its first token.", labels=RANK
         )
-        for rank, report in reports:
-            steps.add_metric([str(rank), "prefill"], report.prefill_steps)
-            steps.add_metric([str(rank), "decode"], report.decode_steps)
-            steps.add_metric([str(rank), "mixed"], report.mixed_steps)
-            ballots.add_metric([str(rank)], cumulative(report.ballots, BALLOT_BUCKETS_S), report.ballots.total)
+        for labels, report in reports:
+            steps.add_metric([*labels, "prefill"], report.prefill_steps)
+            steps.add_metric([*labels, "decode"], report.decode_steps)
+            steps.add_metric([*labels, "mixed"], report.mixed_steps)
+            ballots.add_metric(labels, cumulative(report.ballots, BALLOT_BUCKETS_S), report.ballots.total)
             firsts = report.first_tokens
-            first_tokens.add_metric([str(rank)], cumulative(firsts, FIRST_TOKEN_BUCKETS_S), firsts.total)
+            first_tokens.add_metric(labels, cumulative(firsts, FIRST_TOKEN_BUCKETS_S), firsts.total)
         yield from (steps, ballots, first_tokens)
 
 

@@ -16,8 +16,8 @@ from launcher.config import ConfigError
 from launcher.errors import RequestError
 from launcher.front.errors import ApiError
 from launcher.front.schemas import Message, SamplingFields, validate
-from launcher.router import RequestRejected
 from launcher.service import Params, Service
+from launcher.ticket import RequestPoisoned, RequestRejected
 
 SHOWN_PROBLEMS = 10
 CONCURRENCY = 256  # requests in flight
@@ -150,7 +150,7 @@ async def _answer(service: Service, prompt: list[int], params: Params, id_: str 
     job = service.start([prompt], params)
     try:
         text = "".join([piece.text async for piece in job])
-    except RequestRejected as error:
+    except (RequestPoisoned, RequestRejected) as error:
         return Answer(error=str(error), id=id_)
     finally:
         job.abort()

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dp_engine.messages import (
     PROTOCOL_VERSION,
     Abort,
     Add,
+    Fault,
     Hello,
     Message,
     Pause,
@@ -111,20 +114,22 @@ class Roster:
         self._spread()
 
     def pause(self, mode: PauseMode) -> list[int]:
-        """Set the mode of all ranks. Return those whose queue is full; then the others are back in the mode before."""
-        before, self.paused = self.paused, mode
+        """Set the mode of all ranks. Return those whose queue is full; they hear of it as soon as there is room."""
+        self.paused = mode
         self._spread()
-        behind = [rank for rank, peer in self._peers.items() if peer.mode != mode]
-        if behind:
-            self.paused = before
-            self._spread()
-        return behind
+        return [rank for rank, peer in self._peers.items() if peer.mode != mode]
 
     def reset_prefix_cache(self) -> list[int]:
         """Return the ranks whose queue is full: they forget their prefixes as soon as they hear of it."""
         self._resets += 1
         self._spread()
         return [rank for rank, peer in self._peers.items() if peer.resets != self._resets]
+
+    def inject(self, rank: int, fault: Fault) -> None:
+        """Let something go wrong at a rank. Raises Congested or Unroutable; then nothing has changed."""
+        self._send(rank, msgspec.structs.replace(fault, wake=self.wake + 1))
+        self.wake = self._peers[rank].wake = self.wake + 1
+        self.wake_all()
 
     def shut_down(self, ranks: Iterable[int]) -> list[int]:
         """Ask ranks to leave. Return those that were told."""

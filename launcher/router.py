@@ -1,184 +1,178 @@
-"""The router: gives every request to a rank, and every token back to its request."""
+"""The router: gives every request to a rank of some gang, and every token back to its request. A request whose gang
+ends goes on elsewhere, as its prompt and the tokens so far.
+"""
 
 import asyncio
-import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
 
-import msgspec
-
-from dp_engine.messages import (
-    Add,
-    Diagnosis,
-    Goodbye,
-    Hello,
-    LogLine,
-    Output,
-    PauseMode,
-    Rejected,
-    Report,
-    Sampling,
-    decode_to_router,
-)
-from launcher.books import Books
+from dp_engine.messages import Add, Fault, Hello, LogLine, Output, PauseMode, Rejected, Sampling
+from launcher.books import Quote
+from launcher.death import Death
+from launcher.gang_link import GangLink
 from launcher.keys import LaunchKeys
-from launcher.link import Congested, RankLink, Unroutable
-from launcher.roster import Roster, name_ranks
-from launcher.ticket import Delta, GangDown, Inbox, QueueFull, RankBusy, RequestRejected, Ticket
-from vote.observers import ObserverKeys, Observers
+from launcher.link import SILENCE_S, Congested, Unroutable
+from launcher.replica import Replica
+from launcher.roster import name_ranks
+from launcher.ticket import (
+    Delta,
+    GangDown,
+    Inbox,
+    QueueFull,
+    RankBusy,
+    RequestPoisoned,
+    RequestRejected,
+    Ticket,
+    Work,
+)
 
 __all__ = ["Delta", "GangDown", "Inbox", "QueueFull", "RankBusy", "RequestRejected", "Router", "Ticket"]
 
-OnLog = Callable[[int, int, str], None]  # rank, logging level, text
+OnLog = Callable[[int, int, int, str], None]  # replica, rank, logging level, text
+
+PROBATION_TOKENS = 3  # more than a rank can have computed beyond what the router had heard when it ended
+MOST_DEATHS = 8  # of ranks that a request was running on, although it got over each of them
 
 
 class Router:
-    """One gang's requests. All methods are called on one event loop.
+    """The requests of all gangs. All methods are called on one event loop.
 
-    Owns the books, the tickets and the roster. A rank counts from its Hello on, and nothing is sent to it before.
-    `reports` holds the last Report of each rank. `started` and `finished` count requests per rank (and per finish
-    reason); reasons of the router's own are `abort`, `rejected` and `gang_down`.
+    Owns the tickets, the queues of those that run nowhere, and the replicas. A request that was running on the rank at
+    fault when its gang ended is a suspect: it goes on alone among its like, one suspect a rank, until it has come past
+    the place where it was. So a request that ends its rank every time is found at the second death, and takes nobody
+    along.
     """
 
     def __init__(
         self,
         world_size: int,
-        keys: LaunchKeys,
-        epoch: int,
-        host: str = "127.0.0.1",
+        *,
+        replicas: int = 1,
         max_inflight: int = 4096,
+        max_deaths: int = 2,
+        silence_s: float = SILENCE_S,
         on_log: OnLog | None = None,
-        on_diagnosis: Callable[[str], None] | None = None,
     ) -> None:
+        """silence_s: a rank that gives no sign of life for so long is gone."""
         self.world_size = world_size
         self.max_inflight = max_inflight
-        self.reports: dict[int, Report] = {}
-        self.started = [0] * world_size
-        self.finished: list[Counter[str]] = [Counter() for _ in range(world_size)]
-        self.bad_messages = 0  # did not parse, or came from a peer that has no say
-        self.last_output_at: float | None = None  # time.monotonic()
-        self.books = Books(world_size)
-        self._keys = keys
-        self._host = host
+        self.max_deaths = max_deaths
+        self.replicas = [Replica(number, world_size) for number in range(replicas)]
+        self.paused: PauseMode = "none"
+        self.hellos: dict[int, list[Hello]] = {}  # of each gang's last life that was ready
+        self.unplaced: Counter[str] = Counter(abort=0, gang_down=0, poisoned=0)  # ends of requests that waited
+        self._silence_s = silence_s
         self._on_log = on_log
-        self._on_diagnosis = on_diagnosis  # called once
-        self._link = RankLink(keys, self._on_message, send_high_water=4 * max_inflight + 1024)
-        self._roster = Roster(world_size, keys.launch_id, epoch, self._link, self._on_lost)
         self._tickets: dict[int, Ticket] = {}
+        self._waiting: deque[Ticket] = deque()
+        self._suspects: deque[Ticket] = deque()
         self._next_id = 1
         self._down: str | None = None
-        self._stopping = False
-        self._goodbyes: set[int] = set()
-        self._changed = asyncio.Event()  # a Hello, a Goodbye or a failure has come
+        self._pumping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._drain = asyncio.Event()
 
-    # ---- life
+    # ---- gangs
 
-    async def start(self) -> None:
-        """Bind the socket; `endpoint` is known afterwards."""
-        await self._link.start(self._host)
+    def open(self, replica: int, keys: LaunchKeys, epoch: int) -> GangLink:
+        """A new life of a gang, which the caller starts and closes."""
+        place = self.replicas[replica]
+        high_water = 4 * self.max_inflight + 1024
+        place.link = GangLink(replica, self.world_size, keys, epoch, self, high_water, self._silence_s)
+        return place.link
 
-    @property
-    def endpoint(self) -> str:
-        return self._link.endpoint
+    def bury(self, replica: int, epoch: int, death: Death) -> int:
+        """It is known why a life ended: suspects of it that were not on a rank at fault are none any more, the others
+        have one more death to their name. Returns how many requests go on."""
+        carried = 0
+        for ticket in list(self._tickets.values()):
+            rank = ticket.died_with.pop((replica, epoch), None)
+            if rank is None:
+                continue
+            carried += 1
+            if death.blames(rank):
+                ticket.deaths.append(death.reason)
+                ticket.strikes += ticket.suspect  # it may have got over it meanwhile
+                self._fail_if_poisoned(ticket)
+            elif not ticket.died_with and not ticket.strikes:
+                self._acquit(ticket)
+            carried -= not ticket.open
+        self._pump()
+        return carried
 
-    @property
-    def hellos(self) -> dict[int, Hello]:
-        return self._roster.hellos
+    def restarting(self, replica: int, reason: str) -> None:
+        """The replica is between two lives, or its next one has not come up either."""
+        place = self.replicas[replica]
+        place.state, place.reason = "restarting", reason
 
-    def observers(self) -> Observers:
-        """Whom to ask about the ranks, whatever state they are in. Raises GangDown before all have said Hello."""
-        if missing := self._roster.missing:
-            raise GangDown(f"waiting for {name_ranks(missing)}")
-        keys = ObserverKeys(self._keys.client_public, self._keys.client_secret)
-        return Observers({rank: hello.observer for rank, hello in self.hellos.items()}, keys)
-
-    @property
-    def wake(self) -> int:
-        """The last wake number."""
-        return self._roster.wake
-
-    @property
-    def paused(self) -> PauseMode:
-        """What all ranks were told last by `pause`."""
-        return self._roster.paused
-
-    @property
-    def ready(self) -> bool:
-        return self.unready_reason is None
+    def give_up(self, replica: int, reason: str) -> None:
+        """There will be no more lives of this replica. When it was the last one, all requests end with GangDown."""
+        place = self.replicas[replica]
+        place.state, place.reason = "failed", reason
+        if all(place.state == "failed" for place in self.replicas):
+            self.fail(reason)
 
     @property
     def unready_reason(self) -> str | None:
         """Why no request can be served at present, or None."""
         if self._down is not None:
             return self._down
-        if missing := self._roster.missing:
-            return f"waiting for {name_ranks(missing)}"
-        return None
+        if self.draining:
+            return "the server is draining"
+        if any(place.serving for place in self.replicas):
+            return None
+        return "; ".join(dict.fromkeys(place.unready_reason for place in self.replicas))
 
-    async def wait_ready(self, timeout_s: float) -> None:
-        """Wait for the Hello of every rank. Raises GangDown when the gang fails, TimeoutError naming absent ranks."""
-        with suppress(TimeoutError):
-            await self._wait_until(lambda: self.ready or self._down is not None, timeout_s)
-        if self._down is not None:
-            raise GangDown(self._down)
-        if missing := self._roster.missing:
-            refusals = self._roster.refusals
-            refused = f" (refused: {'; '.join(refusals)})" if refusals else ""
-            raise TimeoutError(f"no word from {name_ranks(missing)} within {timeout_s:g} s{refused}")
+    @property
+    def draining(self) -> bool:
+        return self._drain.is_set()
 
-    async def shutdown(self, timeout_s: float = 5.0) -> list[int]:
-        """End open requests, ask all ranks to leave, wait for their Goodbyes. Return the ranks that stayed silent."""
-        self._stopping = True
-        self._end_all("the server is shutting down")
-        told = self._roster.shut_down(rank for rank in self.hellos if rank not in self._goodbyes)
-        with suppress(TimeoutError):
-            await self._wait_until(lambda: self._goodbyes.issuperset(told), timeout_s)
-        return sorted(set(self.hellos) - self._goodbyes)
+    @property
+    def ready(self) -> bool:
+        return self.unready_reason is None
 
-    async def close(self) -> None:
-        """Close the socket; requests still open end with GangDown. Idempotent."""
-        self._end_all("the router is closed")
-        await self._link.close()
+    @property
+    def links(self) -> list[GangLink]:
+        """Of the gangs that serve."""
+        return [link for place in self.replicas if (link := place.serving)]
 
     def fail(self, reason: str) -> None:
-        """The gang has failed: open requests end with GangDown(reason), later ones are refused. First call wins."""
-        self._end_all(reason)
-
-    async def failed(self) -> str:
-        """Wait for the first `fail`, whoever calls it; returns its reason."""
-        while self._down is None:
-            self._changed.clear()
-            await self._changed.wait()
-        return self._down
-
-    def _end_all(self, reason: str) -> None:
+        """The end: open requests end with GangDown(reason), later ones are refused. The first call wins."""
         if self._down is not None:
             return
         self._down = reason
         for ticket in list(self._tickets.values()):
             self._close_ticket(ticket, "gang_down")
             ticket.fail(GangDown(reason))
-        self._changed.set()
 
-    async def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
+    async def shutdown(self, timeout_s: float = 5.0) -> list[tuple[int, int]]:
+        """End open requests, ask all ranks to leave, wait for their Goodbyes. Return (replica, rank) of the silent."""
+        self.fail("the server is shutting down")
+        links = [place.link for place in self.replicas if place.link is not None and place.link.down is None]
+        silent = await asyncio.gather(*(link.shutdown(timeout_s) for link in links))
+        return [(link.replica, rank) for link, ranks in zip(links, silent, strict=True) for rank in ranks]
 
-    def _require_ready(self) -> None:
-        if (reason := self.unready_reason) is not None:
-            raise GangDown(reason)
-
-    def _on_lost(self, rank: int) -> None:
-        self.fail(f"rank {rank} is not connected any more")
+    async def close(self) -> None:
+        """Close all links; requests still open end with GangDown. Idempotent."""
+        self.fail("the router is closed")
+        await asyncio.gather(*(place.link.close() for place in self.replicas if place.link is not None))
 
     # ---- requests
 
     @property
     def inflight(self) -> int:
+        """Requests that have not ended, waiting ones included."""
         return len(self._tickets)
+
+    @property
+    def num_waiting(self) -> int:
+        """Of these, the ones that run nowhere at present."""
+        return len(self._waiting) + len(self._suspects)
+
+    @property
+    def num_suspects(self) -> int:
+        return sum(ticket.suspect for ticket in self._tickets.values())
 
     def submit(
         self,
@@ -191,50 +185,175 @@ class Router:
         choices: int = 1,
         parent: Ticket | None = None,
     ) -> Ticket:
-        """Hand a request to the rank where it makes the least resulting load. Raises QueueFull or GangDown.
+        """Hand a request to the rank where it makes the least resulting load; between two lives of the gang it waits
+        for the next one. Raises QueueFull or GangDown.
 
         Of several choices for one prompt the first names their number, so that the rank is chosen for all of them; the
         others name it as their parent and go to the same rank, which computes the prompt once.
         """
-        self._require_ready()
+        reason = self._down or ("the server is draining" if self.draining else None)
+        if reason is None and not self.hellos:
+            reason = self.unready_reason
+        if reason is not None:
+            raise GangDown(reason)
         if len(self._tickets) >= self.max_inflight:
             raise QueueFull(f"{self.max_inflight} requests are in flight already")
-        prefill = len(prompt_ids) if parent is None else 0
-        rank = self.books.choose(prefill, sampling.max_tokens, choices) if parent is None else parent.rank
-        add = Add(
-            wake=self.wake + 1,
-            request_id=self._next_id,
-            prompt=prompt_ids,
-            sampling=sampling,
-            parent=parent.request_id if parent is not None else 0,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        work = Work(prompt_ids, sampling, priority, cache_salt, choices, parent)
+        ticket = Ticket(self._next_id, work, inbox)
+        self._tickets[ticket.request_id] = ticket  # before it is placed: that gang may end at this very moment
         try:
-            self._roster.hand(rank, add)
-        except Congested:
-            raise QueueFull(f"rank {rank} takes no more messages") from None
-        except Unroutable:
-            raise GangDown(self._down) from None
+            placed = not self._waiting and self._place(ticket)
+        except Congested as error:
+            del self._tickets[ticket.request_id]
+            raise QueueFull(str(error)) from None
         self._next_id += 1
-        self.books.charge(add.request_id, rank, prefill, sampling.max_tokens)
-        self.started[rank] += 1
-        ticket = self._tickets[add.request_id] = Ticket(add.request_id, rank, sampling, inbox)
-        self._roster.wake_all()
+        self._idle.clear()
+        if not placed and not ticket.suspect:
+            self._waiting.append(ticket)
         return ticket
 
     def abort(self, ticket: Ticket, reason: str = "abort") -> None:
         """End a request here and at its rank, with `reason` as its finish reason. Idempotent."""
         if ticket.request_id not in self._tickets:
             return
+        link = ticket.link
         self._close_ticket(ticket, reason)
         ticket.finish(reason)
-        self._roster.abort(ticket.rank, ticket.request_id)
+        if link is not None and link.down is None:
+            link.roster.abort(ticket.rank, ticket.request_id)
+        self._pump()
+
+    def drain(self) -> None:
+        """Take no more requests; those in flight go on."""
+        self._drain.set()
+
+    async def wait_drained(self) -> None:
+        """Wait until somebody has asked to drain and no request is in flight."""
+        await self._drain.wait()
+        await self._idle.wait()
 
     def _close_ticket(self, ticket: Ticket, reason: str) -> None:
         del self._tickets[ticket.request_id]
-        self.books.release(ticket.request_id)
-        self.finished[ticket.rank][reason] += 1
+        if ticket.link is None:
+            queue = self._suspects if ticket.suspect else self._waiting
+            queue.remove(ticket)
+            self.unplaced[reason] += 1
+        else:
+            self._leave_rank(ticket, ticket.link, reason)
+        if not self._tickets:
+            self._idle.set()
+
+    def _leave_rank(self, ticket: Ticket, link: GangLink, reason: str) -> None:
+        link.books.release(ticket.request_id)
+        self.replicas[link.replica].finished[ticket.rank][reason] += 1
+        self._end_probation(ticket)
+
+    # ---- where requests run
+
+    def _pump(self) -> None:
+        """Hand out what waits, as far as there is room. Suspects first: they have waited longest."""
+        if self._pumping or not self.num_waiting or not any(place.serving for place in self.replicas):
+            return
+        self._pumping = True
+        try:
+            for queue in (self._suspects, self._waiting):
+                while queue and self._try_place(queue[0]):
+                    queue.popleft()
+        finally:
+            self._pumping = False
+
+    def _try_place(self, ticket: Ticket) -> bool:
+        try:
+            return self._place(ticket)
+        except Congested:
+            return False  # the next sign of that rank tries again
+
+    def _place(self, ticket: Ticket) -> bool:
+        """Hand a request that runs nowhere to a rank. False: there is none at present. Raises Congested."""
+        while (spot := self._spot(ticket)) is not None:
+            link, rank, parent = spot
+            work = ticket.work
+            add = Add(
+                wake=link.roster.wake + 1,
+                request_id=ticket.request_id,
+                prompt=work.prompt + ticket.emitted,
+                sampling=work.sampling,
+                num_emitted=len(ticket.emitted),
+                parent=parent,
+                priority=work.priority,
+                cache_salt=work.cache_salt,
+            )
+            try:
+                link.roster.hand(rank, add)
+            except Congested:
+                raise Congested(f"rank {rank} takes no more messages") from None
+            except Unroutable:
+                continue  # that gang is down now
+            ticket.link, ticket.rank = link, rank
+            link.books.charge(ticket.request_id, rank, 0 if parent else len(add.prompt), ticket.remaining)
+            self.replicas[link.replica].started[rank] += 1
+            if ticket.suspect:
+                link.probation[rank], ticket.probation = ticket, PROBATION_TOKENS
+            link.roster.wake_all()
+            return True
+        return False
+
+    def _spot(self, ticket: Ticket) -> tuple[GangLink, int, int] | None:
+        """Gang, rank and parent id for a request, or None if no gang has a place for it."""
+        work, parent = ticket.work, ticket.work.parent
+        fresh = not ticket.emitted and not ticket.suspect
+        if fresh and parent is not None and parent.link is not None and parent.link.ready:
+            return parent.link, parent.rank, parent.request_id
+        best: tuple[Quote, GangLink] | None = None
+        for link in self.links:
+            among = [rank for rank in range(link.world_size) if not ticket.suspect or rank not in link.probation]
+            if not among:
+                continue
+            tokens = len(work.prompt) + len(ticket.emitted)
+            quote = link.books.quote(tokens, ticket.remaining, work.choices if fresh else 1, among)
+            if best is None or quote < best[0]:
+                best = quote, link
+        return None if best is None else (best[1], best[0].rank, 0)
+
+    # ---- suspects
+
+    def _suspect(self, ticket: Ticket, link: GangLink) -> None:
+        """Its gang has ended under it."""
+        self._leave_rank(ticket, link, "carried_over")
+        ticket.died_with[link.key] = ticket.rank
+        ticket.link = None
+        ticket.suspect = True
+
+    def _acquit(self, ticket: Ticket) -> None:
+        """It was not the cause of any death."""
+        if not ticket.suspect:
+            return
+        self._end_probation(ticket)
+        if ticket.link is None:
+            self._suspects.remove(ticket)
+            self._waiting.appendleft(ticket)
+        ticket.suspect = False
+        ticket.strikes = 0
+
+    def _end_probation(self, ticket: Ticket) -> None:
+        link = ticket.link
+        if link is not None and link.probation.get(ticket.rank) is ticket:
+            del link.probation[ticket.rank]
+
+    def _fail_if_poisoned(self, ticket: Ticket) -> None:
+        if ticket.strikes < self.max_deaths and len(ticket.deaths) < MOST_DEATHS:
+            return
+        link = ticket.link
+        self._close_ticket(ticket, "poisoned")
+        reasons = "; ".join(dict.fromkeys(ticket.deaths))
+        ticket.fail(
+            RequestPoisoned(
+                f"it was running on the rank at fault each time when its gang ended, {len(ticket.deaths)} times, "
+                f"so it is not tried again ({reasons})"
+            )
+        )
+        if link is not None and link.down is None:
+            link.roster.abort(ticket.rank, ticket.request_id)
 
     # ---- the operator's
 
@@ -243,107 +362,111 @@ class Router:
 
         Raises GangDown, or RankBusy when a queue is full: then the mode stays as it was.
         """
-        self._require_ready()
-        busy = self._roster.pause(mode)
-        self._require_ready()  # a rank may have turned out to be lost
+        self._require_links()
+        before, self.paused = self.paused, mode
+        busy = {link.replica: ranks for link in self.links if (ranks := link.roster.pause(mode))}
         if busy:
-            raise RankBusy(f"the queue to {name_ranks(busy)} is full; the pause mode is still {self.paused!r}")
+            self.paused = before
+            for link in self.links:
+                link.roster.pause(before)
+        self._require_links()  # a rank may have turned out to be lost
+        if busy:
+            raise RankBusy(f"the queue to {self._names(busy)} is full; the pause mode is still {self.paused!r}")
 
     def reset_prefix_cache(self) -> None:
         """Let all ranks forget their cached prefixes.
 
         Raises GangDown, or RankBusy when a queue is full: that rank forgets them as soon as it reads again.
         """
-        self._require_ready()
-        busy = self._roster.reset_prefix_cache()
-        self._require_ready()
+        self._require_links()
+        busy = {link.replica: ranks for link in self.links if (ranks := link.roster.reset_prefix_cache())}
+        self._require_links()
         if busy:
-            raise RankBusy(f"the queue to {name_ranks(busy)} is full; prefixes are still cached there")
+            raise RankBusy(f"the queue to {self._names(busy)} is full; prefixes are still cached there")
 
-    # ---- from ranks
+    def inject(self, replica: int, rank: int, fault: Fault) -> None:
+        """Let something go wrong at a rank, in this life of the gang or, if it is poison, in all that follow too.
 
-    def _on_message(self, identity: bytes, payload: bytes) -> None:
-        """Whatever arrives: parsed by schema, or counted and dropped. A peer has no say before its Hello, except for
-        log lines, and to tell that its rank failed.
+        Raises GangDown, or RankBusy when the rank's queue is full.
         """
+        place = self.replicas[replica]
+        if (link := place.serving) is None:
+            raise GangDown(place.unready_reason)
         try:
-            message = decode_to_router(payload)
-        except (msgspec.DecodeError, RecursionError):
-            self.bad_messages += 1
-            return
-        rank = self._roster.rank_of(identity)
-        if isinstance(message, Hello):
-            self._on_hello(identity, message)
-        elif isinstance(message, Goodbye):
-            self._on_goodbye(rank, message)
-        elif isinstance(message, LogLine):
-            self._on_line(rank, message)
-        elif isinstance(message, Diagnosis):
-            self._on_report(rank, message)
-        elif rank is None:
-            self.bad_messages += 1
-        elif isinstance(message, Output):
-            self._on_output(rank, message)
-        elif isinstance(message, Rejected):
-            self._on_rejected(rank, message)
-        if rank is not None and self._down is None:
-            self._roster.catch_up(rank)
+            link.roster.inject(rank, fault)
+        except Congested:
+            raise RankBusy(f"the queue to rank {rank} is full") from None
+        except Unroutable:
+            raise GangDown(link.down) from None
+        if fault.kind == "poison":
+            place.standing.append((rank, fault))
 
-    def _on_line(self, rank: int | None, line: LogLine) -> None:
-        """Only holders of the launch's key get this far, so a line may name the rank itself while it loads."""
-        if rank not in (None, line.rank) or not 0 <= line.rank < self.world_size:
-            self.bad_messages += 1
-        elif self._on_log is not None:
-            self._on_log(line.rank, line.level, line.text)
+    def _require_links(self) -> None:
+        if self._down is not None or not self.links:
+            raise GangDown(self.unready_reason)
 
-    def _on_report(self, rank: int | None, diagnosis: Diagnosis) -> None:
-        """All ranks that noticed send the same; the first is shown. It may come before a Hello: from the warm-up."""
-        if rank not in (None, diagnosis.rank):
-            self.bad_messages += 1
-        elif self._on_diagnosis is not None and not self._stopping:
-            self._on_diagnosis(diagnosis.text)
-            self._on_diagnosis = None
+    def _names(self, ranks: dict[int, list[int]]) -> str:
+        if len(self.replicas) == 1:
+            return name_ranks(ranks[0])
+        return ", ".join(f"{name_ranks(found)} of gang {replica}" for replica, found in ranks.items())
 
-    def _on_hello(self, identity: bytes, hello: Hello) -> None:
-        if self._roster.admit(identity, hello):
-            self._changed.set()
-        else:
-            self.bad_messages += 1
+    # ---- from the gangs
 
-    def _on_goodbye(self, rank: int | None, goodbye: Goodbye) -> None:
-        """A rank leaves. Before its Hello only its error counts: loading failed."""
-        known = rank is not None and rank == goodbye.rank
-        failed_early = rank is None and goodbye.error and goodbye.rank in self._roster.missing
-        if not known and not failed_early:
-            self.bad_messages += 1
-            return
-        self._goodbyes.add(goodbye.rank)
-        if not self._stopping:
-            self.fail(f"rank {goodbye.rank} failed: {goodbye.error}" if goodbye.error else f"rank {goodbye.rank} left")
-        self._changed.set()
+    def on_ready(self, link: GangLink) -> None:
+        place = self.replicas[link.replica]
+        place.state, place.reason = "serving", ""
+        self.hellos[link.replica] = list(link.hellos.values())
+        for rank, fault in place.standing:
+            link.roster.inject(rank, fault)
+        if self.paused != "none":
+            link.roster.pause(self.paused)
+        self._pump()
 
-    def _on_output(self, rank: int, output: Output) -> None:
+    def on_sign(self, link: GangLink) -> None:
+        del link
+        self._pump()
+
+    def on_down(self, link: GangLink) -> None:
+        """What was running there goes on elsewhere, the oldest first and before what waits already."""
+        place = self.replicas[link.replica]
+        if place.state == "serving":
+            self.restarting(link.replica, link.down or "")
+        carried = [ticket for ticket in self._tickets.values() if ticket.link is link]
+        for ticket in carried:
+            self._suspect(ticket, link)
+        self._suspects.extendleft(reversed(carried))
+        self._pump()
+
+    def on_line(self, link: GangLink, line: LogLine) -> None:
+        if self._on_log is not None:
+            self._on_log(link.replica, line.rank, line.level, line.text)
+
+    def on_output(self, link: GangLink, rank: int, output: Output) -> None:
         """Tokens of requests that have ended here meanwhile (aborted) are dropped."""
-        if len(output.request_ids) != len(output.tokens):
-            self.bad_messages += 1
-            return
-        self.last_output_at = time.monotonic()
-        if output.report is not None:
-            self.reports[rank] = output.report
-        tickets, progress = self._tickets, self.books.progress
-        for request_id, token in zip(output.request_ids, output.tokens, strict=True):
+        tickets, progress = self._tickets, link.books.progress
+        logprobs = output.logprobs or [None] * len(output.tokens)
+        for request_id, token, shares in zip(output.request_ids, output.tokens, logprobs, strict=False):
             ticket = tickets.get(request_id)
-            if ticket is not None and ticket.rank == rank:
-                ticket.push(token)
+            if ticket is not None and ticket.link is link and ticket.rank == rank:
+                ticket.push(token, shares)
                 progress(request_id)
+                if ticket.suspect:
+                    self._on_probation(ticket)
         for request_id, reason in output.finished:
             ticket = tickets.get(request_id)
-            if ticket is not None and ticket.rank == rank:
+            if ticket is not None and ticket.link is link and ticket.rank == rank:
+                link.fruitful = True
                 self._close_ticket(ticket, reason)
                 ticket.finish(reason)
 
-    def _on_rejected(self, rank: int, rejected: Rejected) -> None:
+    def _on_probation(self, ticket: Ticket) -> None:
+        """A suspect has got a token further."""
+        ticket.probation -= 1
+        if ticket.probation == 0:
+            self._acquit(ticket)
+
+    def on_rejected(self, link: GangLink, rank: int, rejected: Rejected) -> None:
         ticket = self._tickets.get(rejected.request_id)
-        if ticket is not None and ticket.rank == rank:
+        if ticket is not None and ticket.link is link and ticket.rank == rank:
             self._close_ticket(ticket, "rejected")
             ticket.fail(RequestRejected(rejected.reason))

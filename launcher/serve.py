@@ -26,21 +26,34 @@ from launcher.text import Text
 
 
 async def serve(config: DeploymentConfig, terminal: Terminal) -> int:
-    """Serve until told to stop (0) or until the gang ends unasked (DeploymentFailed)."""
+    """Serve until told to stop or drained (0), or until all gangs have been given up (DeploymentFailed)."""
     with bind_http(config.server.host, config.server.port) as listener:
         async with _service(config, terminal) as (deployment, service):
-            app = make_app(service, int(config.server.max_body_mib * (1 << 20)))
+            app = make_app(service, int(config.server.max_body_mib * (1 << 20)), chaos=config.chaos.enabled)
             stop = asyncio.Event()
             front = asyncio.create_task(serve_http(app, listener, stop))
             try:
                 await deployment.ready()
                 _announce(config, service, listener, terminal)
-                raise DeploymentFailed(await deployment.died())
+                await _until_drained(deployment)
             finally:
                 deployment.router.fail("the server is shutting down")  # ends open streams, so that the front can end
                 stop.set()
                 await front
-    raise AssertionError("unreachable")
+    return 0
+
+
+async def _until_drained(deployment: Deployment) -> None:
+    """Wait until the operator has drained the server. Raises DeploymentFailed if the gangs end before."""
+    died = asyncio.create_task(deployment.died())
+    drained = asyncio.create_task(deployment.router.wait_drained())
+    try:
+        await asyncio.wait({died, drained}, return_when=asyncio.FIRST_COMPLETED)
+        if died.done():
+            raise DeploymentFailed(died.result())
+    finally:
+        died.cancel()
+        drained.cancel()
 
 
 async def generate(config: DeploymentConfig, source: Path, target: Path, terminal: Terminal) -> int:
@@ -72,9 +85,7 @@ async def _service(config: DeploymentConfig, terminal: Terminal) -> AsyncIterato
     model_dir = await asyncio.to_thread(resolve_model, config)
     loading = asyncio.create_task(asyncio.to_thread(Text.load, model_dir))
     try:
-        async with Deployment(
-            config, model_dir, say=terminal.stage, on_log=terminal.rank_log, on_diagnosis=terminal.report
-        ) as deployment:
+        async with Deployment(config, model_dir, terminal) as deployment:
             name = config.server.model_name or model_dir.name
             yield deployment, Service(await loading, deployment.router, name, config.engine.block_size)
     finally:
@@ -86,6 +97,7 @@ def _announce(config: DeploymentConfig, service: Service, listener: socket.socke
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url, name = f"http://{shown}:{port}", service.model_name
     ranks = f"{config.dp} rank{'s' if config.dp > 1 else ''}"
+    ranks = f"{config.replicas} x {ranks}" if config.replicas > 1 else ranks
     body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
     print(f"ready  {url}  model {name}  {ranks}  {terminal.seconds():.1f} s")
     if service.text.has_chat_template:

@@ -129,7 +129,9 @@ class Service:
         if not self.router.hellos:
             raise GangDown(self.router.unready_reason or "no rank is there")
         return min(
-            min(hello.max_model_len, hello.num_blocks * self._block_size) for hello in self.router.hellos.values()
+            min(hello.max_model_len, hello.num_blocks * self._block_size)
+            for hellos in self.router.hellos.values()
+            for hello in hellos
         )
 
     # ---- prompts; all raise RequestError

@@ -29,8 +29,10 @@ class Terminal:
     def report(self, text: str) -> None:
         self.console.print(Text(text))
 
-    def rank_log(self, rank: int, level: int, text: str) -> None:
+    def rank_log(self, replica: int, rank: int, level: int, text: str) -> None:
+        """Gangs beside the first one are named."""
         if level < self._level:
             return
+        who = f"gang {replica} rank {rank}" if replica else f"rank {rank}"
         for line in text.splitlines():
-            self.console.print(Text(f"rank {rank} | {line}", style=_STYLES.get(level, "")))
+            self.console.print(Text(f"{who} | {line}", style=_STYLES.get(level, "")))

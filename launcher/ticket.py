@@ -3,9 +3,12 @@
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from dp_engine.messages import Sampling, TokenLogprobs
+
+if TYPE_CHECKING:
+    from launcher.gang_link import GangLink
 
 
 class QueueFull(Exception):
@@ -17,11 +20,15 @@ class RankBusy(Exception):
 
 
 class GangDown(Exception):
-    """The ranks cannot serve: not there yet, or lost. The message says why."""
+    """The ranks cannot serve: not there yet, or lost for good. The message says why."""
 
 
 class RequestRejected(Exception):
     """The rank refused a request that it can never run. The message says why."""
+
+
+class RequestPoisoned(Exception):
+    """The request was running on the rank at fault at too many ends of a gang. The message tells of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +67,51 @@ class Inbox:
         return self._ready.popleft()
 
 
-class Ticket:
-    """Handle of a submitted request; an async iterator of deltas.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a request asks for: token ids of the prompt, and how to go on. `parent`: another choice of this prompt."""
 
-    The router is the only writer (`push`, `finish`, `fail`). Tokens that arrive before the consumer looks are given
-    out together, so a slow consumer costs no more than a fast one. After the end everything further is ignored.
+    prompt: list[int]
+    sampling: Sampling
+    priority: int = 0
+    cache_salt: str = ""
+    choices: int = 1
+    parent: "Ticket | None" = None
+
+
+class Ticket:
+    """Handle of a submitted request; an async iterator of deltas. It outlives the gangs that the request runs on.
+
+    The router is the only writer. Tokens that arrive before the consumer looks are given out together, so a slow
+    consumer costs no more than a fast one. After the end everything further is ignored.
+
+    emitted: all tokens so far, whichever gang they came from. link, rank: where the request runs; link None: it waits.
+    died_with: rank by (replica, epoch) of the gangs it was running on when they ended, until it is known who was at
+    fault; deaths: the reasons of those where it was its rank; strikes: how many of them came before it had got over the
+    one before. suspect: it may have been the cause, and `probation` more tokens have to come before it counts as an
+    ordinary request again.
     """
 
-    __slots__ = ("_ended", "_error", "_finish_reason", "_posted", "_tokens", "inbox", "rank", "request_id", "sampling")
+    __slots__ = (
+        "_ended", "_error", "_finish_reason", "_logprobs", "_posted", "_taken",
+        "deaths", "died_with", "emitted", "inbox", "link", "probation", "rank", "request_id",
+        "strikes", "suspect", "work",
+    )  # fmt: skip
 
-    def __init__(self, request_id: int, rank: int, sampling: Sampling, inbox: Inbox | None = None) -> None:
+    def __init__(self, request_id: int, work: Work, inbox: Inbox | None = None) -> None:
         self.request_id = request_id
-        self.rank = rank
-        self.sampling = sampling
+        self.work = work
         self.inbox = inbox or Inbox()
-        self._tokens: list[int] = []
+        self.emitted: list[int] = []
+        self.link: GangLink | None = None
+        self.rank = -1
+        self.suspect = False
+        self.probation = 0
+        self.died_with: dict[tuple[int, int], int] = {}
+        self.deaths: list[str] = []
+        self.strikes = 0
+        self._logprobs: list[TokenLogprobs] = []
+        self._taken = 0
         self._finish_reason: str | None = None
         self._error: Exception | None = None
         self._posted = False
@@ -85,9 +122,16 @@ class Ticket:
         """Whether more may still arrive."""
         return self._finish_reason is None and self._error is None
 
-    def push(self, token: int) -> None:
+    @property
+    def remaining(self) -> int:
+        """Tokens up to max_tokens."""
+        return self.work.sampling.max_tokens - len(self.emitted)
+
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         if self.open:
-            self._tokens.append(token)
+            self.emitted.append(token)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
             self._post()
 
     def finish(self, reason: str) -> None:
@@ -108,15 +152,17 @@ class Ticket:
     def take(self) -> Delta:
         """Return what has arrived, to be called once for every time the inbox names this ticket.
 
-        Raises GangDown or RequestRejected when that is how the request ended; tokens of that moment are lost.
+        Raises GangDown, RequestRejected or RequestPoisoned when that is how the request ended; tokens of that moment
+        are lost.
         """
         self._posted = False
         if self._error is not None:
             self._ended = True
             raise self._error
-        tokens, self._tokens = self._tokens, []
+        tokens, self._taken = self.emitted[self._taken :], len(self.emitted)
+        logprobs, self._logprobs = self._logprobs, []
         self._ended = self._finish_reason is not None
-        return Delta(tokens, self._finish_reason)
+        return Delta(tokens, self._finish_reason, logprobs)
 
     def __aiter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from dp_engine.messages import PROTOCOL_VERSION, Hello, Output, decode_to_rank, encode
+from launcher.gang_link import GangLink
 from launcher.keys import LaunchKeys
 from launcher.link import Congested
 from launcher.router import Router
@@ -16,20 +17,34 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 30))
 
 
+def link_of(router: Router) -> GangLink:
+    """The present life of the router's first gang."""
+    link = router.replicas[0].link
+    assert link is not None
+    return link
+
+
+async def open_link(router: Router, keys: LaunchKeys, replica: int = 0, epoch: int = 1) -> GangLink:
+    """A life of a gang whose ranks may come."""
+    link = router.open(replica, keys, epoch)
+    await link.start("127.0.0.1")
+    return link
+
+
 @asynccontextmanager
 async def gang(world_size: int, *, ready: bool = True, max_inflight: int = 64, **options: Any) -> AsyncIterator[Any]:
     """A started router and its fake ranks."""
     keys = LaunchKeys.generate()
-    router = Router(world_size, keys, epoch=1, max_inflight=max_inflight, on_log=options.pop("on_log", None))
-    await router.start()
+    router = Router(world_size, max_inflight=max_inflight, on_log=options.pop("on_log", None))
+    link = await open_link(router, keys)
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(FakeRank(router.endpoint, keys.for_rank(), rank, world_size, **options))
+            stack.enter_context(FakeRank(link.endpoint, keys.for_rank(), rank, world_size, **options))
             for rank in range(world_size)
         ]
         try:
             if ready:
-                await router.wait_ready(10)
+                await link.wait_ready(10)
             yield router, ranks, keys
         finally:
             await router.close()
@@ -60,14 +75,15 @@ class StubGang:
         self.full: set[int] = set()
         self.sent: list[tuple[int, Any]] = []
         keys = LaunchKeys.generate()
-        self.router = Router(world_size, keys, epoch=1, **options)
-        self.router._link.send = self._send  # type: ignore[method-assign]
+        self.router = Router(world_size, **options)
+        self.link = self.router.open(0, keys, 1)
+        self.link._link.send = self._send  # type: ignore[method-assign]
         for rank in range(world_size if present is None else present):
             self.say(rank, Hello(PROTOCOL_VERSION, keys.launch_id, 1, rank, world_size, 1, 100, 512, ""))
         self.take()
 
     def say(self, rank: int, message: Any) -> None:
-        self.router._on_message(b"%d" % rank, encode(message))
+        self.link._on_message(b"%d" % rank, encode(message))
 
     def sign(self, rank: int) -> None:
         """The rank gives a sign of life."""

@@ -15,6 +15,7 @@ from dp_engine.messages import (
     PROTOCOL_VERSION,
     Abort,
     Add,
+    Fault,
     Goodbye,
     Hello,
     Histogram,
@@ -32,6 +33,7 @@ from dp_engine.messages import (
     empty_histogram,
     encode,
 )
+from dp_engine.numbering import Reception, numbered
 
 Reply = Callable[[Add], Iterator[int] | str]  # tokens (their end ends the request), or a reason to reject
 
@@ -46,7 +48,8 @@ def count_up(add: Add) -> Iterator[int]:
 
 
 class FakeRank:
-    """`with FakeRank(...) as rank:` runs it. What it received is in `adds`, `aborted`, `pauses`, `resets` and `wakes`.
+    """`with FakeRank(...) as rank:` runs it. What it received is in `adds`, `aborted`, `pauses`, `resets`, `faults`
+    and `wakes`.
 
     A step gives each request up to `burst` tokens, as accepted drafts do. Pause mode "all" holds the steps.
     """
@@ -74,6 +77,7 @@ class FakeRank:
         self.aborted: list[int] = []
         self.pauses: list[Pause] = []
         self.resets: list[ResetPrefixCache] = []
+        self.faults: list[Fault] = []
         self.wakes: list[int] = []
         self.welcomed = threading.Event()
         self.was_aborted = threading.Event()
@@ -98,6 +102,8 @@ class FakeRank:
         self._outbox: list[bytes] = []
         self._leave: str | None = None
         self._vanish = False
+        self._sent = 0
+        self._reception = Reception()
         self._steps = self._generated = self._drafted = self._accepted = 0
         self._mode: PauseMode = "none"
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -129,30 +135,38 @@ class FakeRank:
         socket.curve_publickey = self._keys.client_public.encode()
         socket.curve_secretkey = self._keys.client_secret.encode()
         socket.connect(self._endpoint)
-        socket.send(encode(self._hello))
+        self._send(socket, encode(self._hello))
         try:
             self._loop(socket)
         finally:
             socket.close()
             context.term()
 
+    def lose(self, messages: int) -> None:
+        """The next messages of this rank are lost on the way."""
+        self._sent += messages
+
+    def _send(self, socket: Any, payload: bytes) -> None:
+        socket.send(numbered(self._sent, payload))
+        self._sent += 1
+
     def _loop(self, socket: Any) -> None:
         next_tick = time.monotonic()
         while not self._vanish:
             socket.poll(timeout=max(1, int(1000 * self.tick_s)) if self.running else 5)
             while socket.poll(timeout=0):
-                if not self._receive(decode_to_rank(socket.recv())):
-                    socket.send(encode(Goodbye(rank=self.rank, error="")))
+                if not self._receive(decode_to_rank(self._reception.payload(socket.recv()))):
+                    self._send(socket, encode(Goodbye(rank=self.rank, error="")))
                     return
             for payload in self._outbox:
-                socket.send(payload)
+                self._send(socket, payload)
             self._outbox.clear()
             if self._leave is not None:
-                socket.send(encode(Goodbye(rank=self.rank, error=self._leave)))
+                self._send(socket, encode(Goodbye(rank=self.rank, error=self._leave)))
                 return
             if self.running and self._mode != "all" and time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + self.tick_s
-                socket.send(encode(self._step()))
+                self._send(socket, encode(self._step()))
 
     def _receive(self, message: Any) -> bool:
         match message:
@@ -165,7 +179,7 @@ class FakeRank:
                 if isinstance(answer, str):
                     self._outbox.append(encode(Rejected(request_id=message.request_id, reason=answer)))
                 else:
-                    self.running[message.request_id] = (message, answer, 0)
+                    self.running[message.request_id] = (message, answer, message.num_emitted)
             case Wake():
                 self.wakes.append(message.wake)
             case Pause():
@@ -175,6 +189,9 @@ class FakeRank:
             case ResetPrefixCache():
                 self.wakes.append(message.wake)
                 self.resets.append(message)
+            case Fault():
+                self.wakes.append(message.wake)
+                self.faults.append(message)
             case Abort():
                 self.aborted += message.request_ids
                 self.was_aborted.set()

@@ -17,6 +17,7 @@ from launcher.keys import LaunchKeys
 from launcher.router import Router
 from launcher.service import Service
 from launcher.text import Text
+from tests.fake_gang import open_link
 from tests.fake_rank import FakeRank
 from tests.tokenizers import write_tokenizer
 
@@ -43,7 +44,16 @@ def small_text() -> Text:
 class FrontServer:
     """`with FrontServer(...) as server:`; `server.url` is its root, `server.ranks` are its fake ranks."""
 
-    def __init__(self, world_size: int = 2, *, max_inflight: int = 256, max_body: int = 1 << 20, **rank: Any) -> None:
+    def __init__(
+        self,
+        world_size: int = 2,
+        *,
+        max_inflight: int = 256,
+        max_body: int = 1 << 20,
+        chaos: bool = False,
+        **rank: Any,
+    ) -> None:
+        self._chaos = chaos
         self._world_size, self._max_inflight, self._max_body, self._rank = world_size, max_inflight, max_body, rank
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -67,18 +77,18 @@ class FrontServer:
         try:
             self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
             keys = LaunchKeys.generate()
-            self.router = Router(self._world_size, keys, epoch=1, max_inflight=self._max_inflight)
-            await self.router.start()
+            self.router = Router(self._world_size, max_inflight=self._max_inflight)
+            link = await open_link(self.router, keys)
             self.service = Service(small_text(), self.router, MODEL, block_size=16)
             sock = bind_http("127.0.0.1", 0)
             self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             with ExitStack() as stack:
                 for rank in range(self._world_size):
-                    fake = FakeRank(self.router.endpoint, keys.for_rank(), rank, self._world_size, **self._rank)
+                    fake = FakeRank(link.endpoint, keys.for_rank(), rank, self._world_size, **self._rank)
                     self.ranks.append(stack.enter_context(fake))
-                await self.router.wait_ready(10)
+                await link.wait_ready(10)
                 self._started.set_result(None)
-                await serve_http(make_app(self.service, self._max_body), sock, self._stop)
+                await serve_http(make_app(self.service, self._max_body, chaos=self._chaos), sock, self._stop)
                 await self.router.close()
         except BaseException as error:
             if not self._started.done():

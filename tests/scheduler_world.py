@@ -82,8 +82,7 @@ class World:
 
     def in_flight(self) -> list[int]:
         """Requests of the step in flight, in order."""
-        step = self.scheduler._in_flight
-        return [] if step is None else self.scheduler.ledgers.request_id[step.rows].tolist()
+        return self.scheduler.in_flight
 
     def settle(self) -> None:
         if self.pending is not None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from dp_engine.messages import (
     Abort,
     Add,
+    Direction,
+    Fault,
     Message,
     Output,
     Pause,
@@ -65,6 +67,13 @@ class Script:
     def reset_prefix_cache(self, turn: int) -> None:
         self._to_all(turn, ResetPrefixCache)
 
+    def fault(self, turn: int, kind: str, *, rank: int = 0, **more: object) -> None:
+        """Something goes wrong at one rank; the others are woken."""
+        self._wake += 1
+        fault = Fault(self._wake, kind, **more)  # type: ignore[arg-type]
+        for other in range(self.size):
+            self.tell(turn, fault if other == rank % self.size else Wake(self._wake), rank=other)
+
     def shutdown(self, turn: int) -> None:
         self._to_all(turn, Shutdown)
 
@@ -90,12 +99,14 @@ class Answer:
 
 
 class ScriptedLink:
-    """One rank's end. Messages pass through their encoding. `sent`: all that the rank said."""
+    """One rank's end. Messages pass through their encoding. `sent`: all that the rank said; `losses`: what it was asked
+    to lose, which is not lost here."""
 
     def __init__(self, script: Script, rank: int = 0) -> None:
         self.rank = rank
         self.bad_messages = 0
         self.sent: list[ToRouter] = []
+        self.losses: list[tuple[Direction, int]] = []
         self.turn = -1
         self._script = script
         self._over = False
@@ -103,6 +114,9 @@ class ScriptedLink:
 
     def send(self, message: Message) -> None:
         self.sent.append(decode_to_router(encode(message)))
+
+    def lose(self, direction: Direction, messages: int) -> None:
+        self.losses.append((direction, messages))
 
     def drain(self) -> list[ToRank]:
         self.turn += 1

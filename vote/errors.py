@@ -12,7 +12,8 @@ class LockstepBroken(VoteError):
     """The ranks are no longer at the same place, or one of them is missing.
 
     rank: who raises; step: where it was; what: the collective it was in; culprits: the ranks that left, with what is
-    known of each; detail: the library's own words; report: all that was found out, the same text on all ranks.
+    known of each; detail: the library's own words; report: all that was found out, the same text on all ranks;
+    innocent: see vote.report.Report.
     """
 
     rank: int
@@ -21,6 +22,7 @@ class LockstepBroken(VoteError):
     culprits: dict[int, str] = field(default_factory=dict)
     detail: str = ""
     report: str = ""
+    innocent: bool = False
 
     def __str__(self) -> str:
         names = "; ".join(f"rank {rank} {words}" for rank, words in sorted(self.culprits.items()))

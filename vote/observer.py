@@ -32,6 +32,7 @@ GRACE_S = 1.5  # for a rank that seems to hang to do something after all
 STACK_S = 5.0
 STACK_LINES = 60
 MAX_REQUEST_BYTES = 1 << 12
+MAX_STDERR_BYTES = 1 << 18
 NONE = "(no stack: {})"
 
 
@@ -52,19 +53,22 @@ class Observer:
     async def answer(self, request: Look | Compose) -> Sighting | Report | None:
         """None: nothing to say yet."""
         if isinstance(request, Look):
-            return await self.look(request.last, stack=request.stack)
+            return await self.look(request.last, stack=request.stack, stderr=request.stderr)
         if self.peers is None:
             return None
         if self._report is None:
             self._report = asyncio.create_task(self._compose(self.peers, request.mismatch))
         return await asyncio.shield(self._report)
 
-    async def look(self, last: int, *, stack: bool = False) -> Sighting:
+    async def look(self, last: int, *, stack: bool = False, stderr: int = 0) -> Sighting:
         """The rank as it is now."""
         state = _state(self._pid, self._born)
         shown = await _stack(self._pid) if stack and state != "dead" else ""
         recording = Recording.read(self._memory)
-        return sight(recording, state=state, host=sockets.gethostname(), now=time.time(), last=last, stack=shown)
+        return sight(
+            recording, state=state, host=sockets.gethostname(), now=time.time(), last=last, stack=shown,
+            stderr=_tail_of_stderr(stderr),
+        )  # fmt: skip
 
     async def _compose(self, peers: Observers, mismatch: bool) -> Report:
         """Look at all ranks until it is certain who left, or for `GRACE_S`."""
@@ -99,6 +103,19 @@ def _state(pid: int, born: str) -> str:
     if fields[0] in "ZXx" or fields[19] != born:
         return "dead"
     return "stopped" if fields[0] in "Tt" else "running"
+
+
+def _tail_of_stderr(size: int) -> str:
+    """The end of the file that the rank's stderr goes to; this process has inherited it."""
+    size = min(size, MAX_STDERR_BYTES)
+    if size <= 0 or not os.path.isfile("/proc/self/fd/2"):
+        return ""  # a terminal or a pipe: somebody else reads it
+    try:
+        with open("/proc/self/fd/2", "rb", buffering=0) as file:  # opened anew: the offset is not the rank's
+            file.seek(max(os.fstat(file.fileno()).st_size - size, 0))
+            return file.read(size).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 async def _stack(pid: int) -> str:

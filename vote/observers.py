@@ -27,10 +27,12 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """What does your rank do? Answered by a Sighting with the `last` entries of each ring, with a stack on request."""
+    """What does your rank do? Answered by a Sighting with the `last` entries of each ring, with a stack on request, and
+    with the last `stderr` bytes that it has written to its stderr, if that is a file."""
 
     last: int
     stack: bool
+    stderr: int = 0
 
 
 class Compose(msgspec.Struct, frozen=True, tag=True):
@@ -73,9 +75,9 @@ class Observers:
         self.addresses = dict(addresses)
         self._keys = keys
 
-    def look(self, last: int = LOOKED_AT, *, stack: bool = False) -> dict[int, Sighting | None]:
+    def look(self, last: int = LOOKED_AT, *, stack: bool = False, stderr: int = 0) -> dict[int, Sighting | None]:
         """Every rank as seen from outside; None for one whose observer does not answer."""
-        answers = self._ask(self.addresses, Look(last, stack), STACK_S if stack else LOOK_S)
+        answers = self._ask(self.addresses, Look(last, stack, stderr), STACK_S if stack else LOOK_S)
         return {rank: None if answer is None else _decode_sighting(answer) for rank, answer in answers.items()}
 
     def look_at(self, rank: int, *, stack: bool) -> Sighting | None:

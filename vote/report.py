@@ -33,7 +33,7 @@ class Sighting(msgspec.Struct, frozen=True):
 
     state: of its process, "running", "stopped" or "dead"; words: why it ended, in its own words; ballot: the AGREED
     values of its last ballot; control, data: its last entries, oldest first; stack: of its threads, where that was
-    asked for and could be had; taken_at: Unix time.
+    asked for and could be had; stderr: the end of what it wrote there, where that was asked for; taken_at: Unix time.
     """
 
     rank: int
@@ -45,6 +45,7 @@ class Sighting(msgspec.Struct, frozen=True):
     control: list[Entry]
     data: list[Entry]
     stack: str = ""
+    stderr: str = ""
     taken_at: float = 0.0
 
     @property
@@ -75,16 +76,18 @@ Sightings = Mapping[int, Sighting | None]  # by rank; None: neither the rank nor
 
 class Report(msgspec.Struct, frozen=True):
     """The one report of a gang's end. culprits: the ranks that left, with what is known of each; step, what: where the
-    others were; text: all of it, for people."""
+    others were; text: all of it, for people; innocent: the culprits are stopped or out of reach, which is nothing that
+    a step can cause."""
 
     culprits: dict[int, str]
     step: int
     what: str
     text: str
+    innocent: bool = False
 
 
 def sight(
-    recording: Recording, *, state: str, host: str, now: float, last: int = LOOKED_AT, stack: str = ""
+    recording: Recording, *, state: str, host: str, now: float, last: int = LOOKED_AT, stack: str = "", stderr: str = ""
 ) -> Sighting:
     """A sighting from a copy of a rank's recorder, with the `last` entries of each ring."""
     voted = recording.ballot[0 : 2 * len(AGREED) : 2].tolist()
@@ -98,6 +101,7 @@ def sight(
         control=_entries(recording.control[-last:], recording.wall_offset_ns),
         data=_entries(recording.data[-last:], recording.wall_offset_ns),
         stack=stack,
+        stderr=stderr,
         taken_at=now,
     )
 
@@ -159,7 +163,7 @@ def compose(seen: Sightings, *, mismatch: bool = False) -> Report:
         f"lockstep broken at step {step} in {what}: {head or 'no rank could be singled out'}",
         *_table(seen, blamed),
     ]
-    return Report(blamed, step, what, "\n".join(lines))
+    return Report(blamed, step, what, "\n".join(lines), bool(blamed) and all(_outward(seen[rank]) for rank in blamed))
 
 
 def examine(before: Sightings, now: Sightings) -> Report:
@@ -198,6 +202,11 @@ def _gone(sighting: Sighting | None) -> str:
     if sighting.state == "stopped":
         return f"hangs: its process (pid {sighting.pid}) is stopped, as by kill -STOP{_in_the_middle(sighting)}"
     return ""
+
+
+def _outward(sighting: Sighting | None) -> bool:
+    """Was the rank lost by something outside of it?"""
+    return sighting is None or (sighting.state == "stopped" and not sighting.words)
 
 
 def _in_the_middle(sighting: Sighting) -> str:

@@ -39,7 +39,8 @@ class Witness:
         if report is None:
             return LockstepBroken(self.recorder.rank, step, what, {}, detail)
         detail = "" if report.culprits else detail
-        return LockstepBroken(self.recorder.rank, report.step, report.what, report.culprits, detail, report.text)
+        found = report.step, report.what, report.culprits
+        return LockstepBroken(self.recorder.rank, *found, detail, report.text, report.innocent)
 
 
 def _short(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The operator's endpoints: health, readiness, metrics, and what the schedulers may do."""
+"""The operator's endpoints: health, readiness, status, metrics, and what the schedulers may do."""
 
 import asyncio
 
@@ -9,9 +9,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launcher.front.body import read_json
-from launcher.front.schemas import PauseRequest, TraceRequest, validate
+from launcher.front.errors import ApiError
+from launcher.front.schemas import DoctorRequest, PauseRequest, TraceRequest, validate
 from launcher.metrics import RouterCollector
-from launcher.router import Router
+from launcher.router import GangDown, Router
+from vote.observers import Observers
 from vote.recorder import MAX_ENTRIES
 from vote.report import examine
 from vote.trace import chrome_trace
@@ -35,6 +37,8 @@ class Admin:
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/metrics", self.metrics),
+            Route("/status", self.status),
+            Route("/drain", self.drain, methods=["POST"]),
             Route("/pause", self.pause, methods=["GET", "POST"]),
             Route("/resume", self.resume, methods=["POST"]),
             Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
@@ -55,10 +59,43 @@ class Admin:
         paused = {"paused": self._router.paused} if self._router.paused != "none" else {}
         return JSONResponse({"status": "ready", "ranks": self._router.world_size} | paused)
 
-    async def doctor(self, request: Request) -> Response:
-        """Are the ranks in lockstep? Two looks at them from outside, which works while they hang."""
+    async def status(self, request: Request) -> Response:
+        """The gangs and the requests in flight, for people and for scripts."""
         del request
-        observers = self._router.observers()
+        router = self._router
+        replicas = [
+            {
+                "replica": place.number,
+                "state": place.state,
+                "reason": None if place.serving else place.unready_reason,
+                "ranks": place.world_size,
+                "epoch": place.link.epoch if place.link is not None else 0,
+                "restarts": place.restarts,
+                "inflight": len(place.link.books) if place.link is not None else 0,
+            }
+            for place in router.replicas
+        ]
+        requests = {"inflight": router.inflight, "waiting": router.num_waiting, "suspects": router.num_suspects}
+        return JSONResponse({"replicas": replicas, **requests, "paused": router.paused, "draining": router.draining})
+
+    async def drain(self, request: Request) -> Response:
+        """No new requests from now on; when those in flight have ended, so does the server."""
+        del request
+        self._router.drain()
+        return JSONResponse({"draining": True, "inflight": self._router.inflight}, 202)
+
+    def _observers(self, replica: int) -> Observers:
+        """Raises ApiError or GangDown."""
+        places = self._router.replicas
+        if replica >= len(places):
+            raise ApiError(400, f"there is no gang {replica} here, only 0 to {len(places) - 1}", "replica")
+        if (link := places[replica].link) is None:
+            raise GangDown(places[replica].unready_reason)
+        return link.observers()
+
+    async def doctor(self, request: Request) -> Response:
+        """Are the ranks of a gang in lockstep? Two looks at them from outside, which works while they hang."""
+        observers = self._observers(validate(DoctorRequest, dict(request.query_params)).replica)
         async with self._looking:
             before = await asyncio.to_thread(observers.look)
             await asyncio.sleep(STUCK_S)
@@ -68,10 +105,11 @@ class Admin:
 
     async def trace(self, request: Request) -> Response:
         """The recent steps of all ranks as a Chrome trace; `steps` limits how many."""
-        steps = validate(TraceRequest, dict(request.query_params)).steps
+        query = validate(TraceRequest, dict(request.query_params))
+        observers = self._observers(query.replica)
         async with self._looking:
-            seen = await asyncio.to_thread(self._router.observers().look, MAX_ENTRIES)
-            text = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(seen, steps)))
+            seen = await asyncio.to_thread(observers.look, MAX_ENTRIES)
+            text = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(seen, query.steps)))
         return Response(text, media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from launcher.front.admin import Admin
 from launcher.front.answers import EventStream, WholeAnswer
 from launcher.front.body import read_json
+from launcher.front.chaos import ChaosDesk
 from launcher.front.errors import SERVICE_ERRORS, ApiError, on_disconnect, on_http_error, on_service_error, to_api_error
 from launcher.front.replies import ChatRenderer, CompletionRenderer, Renderer
 from launcher.front.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
@@ -74,8 +75,8 @@ async def on_bug(request: Request, error: Exception) -> Response:
     return to_api_error(error).response()
 
 
-def make_app(service: Service, max_body_bytes: int) -> Starlette:
-    """The ASGI application of a service; bodies above `max_body_bytes` are refused."""
+def make_app(service: Service, max_body_bytes: int, *, chaos: bool = False) -> Starlette:
+    """The ASGI application of a service; bodies above `max_body_bytes` are refused, and faults without `chaos`."""
     front, admin = Front(service, max_body_bytes), Admin(service.router)
     app = Starlette(
         routes=[
@@ -84,6 +85,7 @@ def make_app(service: Service, max_body_bytes: int) -> Starlette:
             Route("/v1/models", front.models),
             Route("/v1/models/{name:path}", front.model),
             *admin.routes,
+            ChaosDesk(service.router, chaos).route,
         ],
         exception_handlers={
             **dict.fromkeys(SERVICE_ERRORS, on_service_error),

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from launcher.errors import RequestError
-from launcher.ticket import GangDown, QueueFull, RankBusy, RequestRejected
+from launcher.ticket import GangDown, QueueFull, RankBusy, RequestPoisoned, RequestRejected
 
 MAX_MESSAGE = 500  # characters of a message; parts of it come from the client
 
@@ -57,11 +57,13 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(503, f"{error}; try again later", code="rank_busy")
         case GangDown():
             return ApiError(503, f"the model is not available: {error}", code="not_available")
+        case RequestPoisoned():
+            return ApiError(500, f"the request was given up: {error}", code="request_poisoned")
         case _:
             return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
 
-SERVICE_ERRORS = (ApiError, RequestError, RequestRejected, QueueFull, RankBusy, GangDown)
+SERVICE_ERRORS = (ApiError, RequestError, RequestRejected, RequestPoisoned, QueueFull, RankBusy, GangDown)
 
 
 async def on_service_error(request: Request, error: Exception) -> Response:

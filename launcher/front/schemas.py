@@ -172,10 +172,16 @@ class PauseRequest(_Strict):
     mode: Literal["new", "all"] = "all"
 
 
-class TraceRequest(BaseModel):
-    """Query of GET /debug/trace."""
+class DoctorRequest(BaseModel):
+    """Query of GET /debug/doctor: which gang."""
 
     model_config = ConfigDict(extra="forbid")
+
+    replica: int = Field(0, ge=0)
+
+
+class TraceRequest(DoctorRequest):
+    """Query of GET /debug/trace."""
 
     steps: int | None = Field(None, ge=1)
 

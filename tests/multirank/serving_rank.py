@@ -1,4 +1,4 @@
-"""A whole rank, as the launcher starts it, whose model fails at one token."""
+"""A whole rank, as the launcher starts it, and one whose model fails at one token."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 import torch.distributed as dist
 
 from dp_engine.batch import Batch
+from dp_engine.chaos import ChaosError
 from dp_engine.rank import run_rank
 from dp_engine.runner import ModelRunner
 from dp_engine.spec import RankSpec
@@ -35,10 +36,15 @@ def serve(rank: int, store: dist.Store, specs: list[RankSpec]) -> End:
         return run(self, batch)
 
     with patch.object(ModelRunner, "run", run_or_fail):
-        try:
-            run_rank(specs[rank], store)
-        except LockstepBroken as error:
-            return End(str(error), error.culprits, error.report)
-        except ValueError as error:
-            return End(str(error))
+        return live(rank, store, specs)
+
+
+def live(rank: int, store: dist.Store, specs: list[RankSpec]) -> End:
+    """Until shut down, or until something goes wrong."""
+    try:
+        run_rank(specs[rank], store)
+    except LockstepBroken as error:
+        return End(str(error), error.culprits, error.report)
+    except (ValueError, ChaosError) as error:
+        return End(str(error))
     return End()

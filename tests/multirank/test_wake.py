@@ -13,9 +13,10 @@ from dp_engine.config import EngineConfig
 from dp_engine.messages import Sampling
 from dp_engine.spec import RankSpec
 from ep.config import ExpertConfig
+from launcher.books import Quote
 from launcher.keys import LaunchKeys
-from launcher.router import GangDown, Router
-from tests.fake_gang import collect
+from launcher.router import Router
+from tests.fake_gang import collect, open_link
 from tests.multirank.gang import Gang
 from tests.multirank.serving_rank import POISON, End, serve
 from vote.config import VoteConfig
@@ -44,40 +45,41 @@ class Seen:
 
 async def live(size: int, model: Path, engine: dict[str, Any]) -> Seen:
     """One life of a gang whose last request, to its last rank, is poison."""
-    keys, rng, diagnoses = LaunchKeys.generate(), random.Random(size), list[str]()
-    router = Router(size, keys, epoch=1, on_diagnosis=diagnoses.append)
-    await router.start()
+    keys, rng = LaunchKeys.generate(), random.Random(size)
+    router = Router(size)
+    link = await open_link(router, keys)
     specs = [
         RankSpec(
-            rank, size, 1, router.endpoint, keys.for_rank(), str(model), EngineConfig(num_blocks=40, **engine),
+            rank, size, 1, link.endpoint, keys.for_rank(), str(model), EngineConfig(num_blocks=40, **engine),
             VoteConfig(), ExpertConfig(), start_timeout_s=60.0, threads=1, host="127.0.0.1",
         )
         for rank in range(size)
     ]  # fmt: skip
 
     async def ask(rank: int, prompt: list[int]) -> list[int]:
-        router.books.choose = lambda *_: rank  # type: ignore[method-assign]
+        quote = Quote(0, 0, 0, rank)
+        link.books.quote = lambda *_: quote  # type: ignore[method-assign]
         ticket = router.submit(prompt, Sampling(2, temperature=0.0, ignore_eos=True))
         assert ticket.rank == rank
         return (await asyncio.wait_for(collect(ticket), PATIENCE_S))[0]
 
     with Gang() as gang:
         gang.start_all(serve, size, specs)
-        await router.wait_ready(60)
+        await link.wait_ready(60)
         seen = Seen(await ask(size - 1, PROMPTS[0]), {number: [] for number in range(len(PROMPTS))})
         for _ in range(ROUNDS):
             await asyncio.sleep(rng.uniform(0, LONGEST_GAP_S))
             number = rng.randrange(len(PROMPTS))
             seen.texts[number].append(await ask(rng.randrange(size), PROMPTS[number]))
-        seen.naps = [router.reports[rank].idle_sleeps for rank in range(size)]
+        seen.naps = [link.reports[rank].idle_sleeps for rank in range(size)]
         started = time.monotonic()
-        with pytest.raises(GangDown):
-            await ask(size - 1, [POISON])
-        seen.failure, seen.failed_after_s = await router.failed(), time.monotonic() - started
+        last = asyncio.create_task(ask(size - 1, [POISON]))
+        seen.failure, seen.failed_after_s = await link.wait_down(), time.monotonic() - started
+        last.cancel()  # it waits for a next life
         seen.ends = await asyncio.to_thread(gang.results, range(size))
         await asyncio.sleep(0.2)  # for their last messages
     await router.close()
-    seen.diagnoses = diagnoses
+    seen.diagnoses = [link.diagnosis.text] if link.diagnosis is not None else []
     return seen
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,10 @@ class Server:
     def __init__(
         self, *args: str, timeout_s: float = 120.0, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
     ) -> None:
-        self._command = [*prefix, sys.executable, "-m", "launcher", "serve", "--port", "0", *args]
+        self._state = tempfile.TemporaryDirectory(prefix="phalanx-test-")
+        self.crash_dir = Path(self._state.name)
+        kept = ("--set", f"supervision.crash_dir={self.crash_dir}")
+        self._command = [*prefix, sys.executable, "-m", "launcher", "serve", "--port", "0", *kept, *args]
         self._timeout_s = timeout_s
         self._env = env or {}
         self.lines: list[str] = []
@@ -58,6 +62,7 @@ class Server:
             if self.process.poll() is None:
                 self.process.kill()
             self._reader.join(5)
+            self._state.cleanup()
 
     def _read(self) -> None:
         assert self.process.stdout is not None

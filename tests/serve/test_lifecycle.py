@@ -43,8 +43,8 @@ def test_orderly_stop_under_load(checkpoint: Path, number: signal.Signals) -> No
         assert "Traceback" not in server.output, server.output
 
 
-def test_killed_rank_of_an_idle_gang(checkpoint: Path) -> None:
-    with start(checkpoint) as server:
+def test_killed_rank_of_an_idle_gang_that_is_not_started_again(checkpoint: Path) -> None:
+    with start(checkpoint, "--set", "supervision.restart=false") as server:
         os.kill(server.rank_pids()[0], signal.SIGKILL)
         assert server.wait(20) == 1
         assert "was killed" in server.output

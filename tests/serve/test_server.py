@@ -83,7 +83,7 @@ def test_32_requests_are_shared_out_evenly(server: Server) -> None:
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [64] * 32
     after = server.metrics()
     for rank in (0, 1):
-        name = f'phalanx_requests_started_total{{rank="{rank}"}}'
+        name = f'phalanx_requests_started_total{{gang="0",rank="{rank}"}}'
         assert 14 <= after[name] - before[name] <= 18
     assert_drained(server)
 
@@ -101,14 +101,14 @@ def test_a_client_that_leaves_is_aborted(server: Server, stream: bool) -> None:
             with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
                 next(response.iter_lines())
 
-    tokens = server.metrics()['phalanx_generated_tokens_total{rank="0"}']
+    tokens = server.metrics()['phalanx_generated_tokens_total{gang="0",rank="0"}']
     threads = [threading.Thread(target=leave) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert_drained(server)
-    assert server.metrics()['phalanx_generated_tokens_total{rank="0"}'] - tokens < 2 * 480
+    assert server.metrics()['phalanx_generated_tokens_total{gang="0",rank="0"}'] - tokens < 2 * 480
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_probes_and_metrics(server: Server) -> None:
     wait_until(lambda: unfinished(server) == 0, 5, "asleep")
     metrics = server.metrics()
     for rank in (0, 1):
-        assert metrics[f'phalanx_steps_total{{rank="{rank}",type="decode"}}'] > 0
-        assert metrics[f'phalanx_steps_total{{rank="{rank}",type="prefill"}}'] > 0
-        assert metrics[f'phalanx_placeholder_steps_total{{rank="{rank}"}}'] > 0
-        assert metrics[f'phalanx_ballot_seconds_count{{rank="{rank}"}}'] > 0
-    steps = [metrics[f'phalanx_steps_total{{rank="{rank}",type="decode"}}'] for rank in (0, 1)]
+        assert metrics[f'phalanx_steps_total{{gang="0",rank="{rank}",type="decode"}}'] > 0
+        assert metrics[f'phalanx_steps_total{{gang="0",rank="{rank}",type="prefill"}}'] > 0
+        assert metrics[f'phalanx_placeholder_steps_total{{gang="0",rank="{rank}"}}'] > 0
+        assert metrics[f'phalanx_ballot_seconds_count{{gang="0",rank="{rank}"}}'] > 0
+    steps = [metrics[f'phalanx_steps_total{{gang="0",rank="{rank}",type="decode"}}'] for rank in (0, 1)]
     assert steps[0] == steps[1], "ranks take every step together"
 
 
@@ -255,9 +255,9 @@ def test_a_pause_holds_requests_where_they_are(server: Server) -> None:
     [
         (
             ("engine.overlap=true", "engine.num_draft_tokens=3", "engine.draft_ngram_min=1"),
-            'phalanx_accepted_draft_tokens_total{{rank="{rank}"}}',
+            'phalanx_accepted_draft_tokens_total{{gang="0",rank="{rank}"}}',
         ),
-        (("engine.policy=unified",), 'phalanx_steps_total{{rank="{rank}",type="mixed"}}'),
+        (("engine.policy=unified",), 'phalanx_steps_total{{gang="0",rank="{rank}",type="mixed"}}'),
     ],
     ids=["overlap-drafts", "unified"],
 )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.books import DECODE_WEIGHT, EXPECTED_TOKENS, Books, Load, choose_rank
+from launcher.books import DECODE_WEIGHT, EXPECTED_TOKENS, Books, Load, quote
 
 LOADS = st.lists(st.builds(Load, st.integers(0, 9999), st.integers(0, 9999)), min_size=1, max_size=8)
 
@@ -20,8 +20,8 @@ LOADS = st.lists(st.builds(Load, st.integers(0, 9999), st.integers(0, 9999)), mi
         ([Load(0, 50), Load(0, 50), Load(0, 100)], 1, 50, 2, 0),  # nobody exceeds the maximum: least of its own
     ],
 )
-def test_choose_rank(loads: list[Load], prefill: int, decode: int, start: int, rank: int) -> None:
-    assert choose_rank(loads, prefill, decode, start) == rank
+def test_quote(loads: list[Load], prefill: int, decode: int, start: int, rank: int) -> None:
+    assert quote(loads, prefill, decode, start).rank == rank
 
 
 @given(LOADS, st.integers(1, 999), st.integers(1, 999), st.integers(0, 7))
@@ -30,7 +30,7 @@ def test_choice_minimises_resulting_maximum(loads: list[Load], prefill: int, dec
         after = [Load(x.prefill + prefill, x.decode + decode) if r == rank else x for r, x in enumerate(loads)]
         return max(x.prefill for x in after) + DECODE_WEIGHT * max(x.decode for x in after)
 
-    chosen = choose_rank(loads, prefill, decode, start % len(loads))
+    chosen = quote(loads, prefill, decode, start % len(loads)).rank
     assert gang(chosen) == min(gang(rank) for rank in range(len(loads)))
 
 
@@ -39,15 +39,15 @@ def test_choices_of_a_prompt_count_together() -> None:
     books = Books(2)
     books.charge(1, 0, 50, 100)
     books.charge(2, 1, 0, 120)
-    assert books.choose(60, 10) == 1
-    assert books.choose(60, 10, 3) == 0
-    assert books.choose(60, 100_000, 3) == books.choose(60, EXPECTED_TOKENS, 3)
+    assert books.quote(60, 10).rank == 1
+    assert books.quote(60, 10, 3).rank == 0
+    assert books.quote(60, 100_000, 3).rank == books.quote(60, EXPECTED_TOKENS, 3).rank
 
 
 def test_burst_spreads_evenly() -> None:
     books = Books(4)
     for request_id in range(40):
-        books.charge(request_id, books.choose(32, 64), 32, 64)
+        books.charge(request_id, books.quote(32, 64).rank, 32, 64)
     assert books.requests == [10, 10, 10, 10]
 
 
@@ -57,7 +57,7 @@ def test_burst_stays_even_while_tokens_arrive(seed: int) -> None:
     rng = random.Random(seed)
     books = Books(4)
     for request_id in range(40):
-        books.charge(request_id, books.choose(32, 64), 32, 64)
+        books.charge(request_id, books.quote(32, 64).rank, 32, 64)
         if rng.random() < 0.2:
             books.progress(rng.randrange(request_id + 1))
     assert max(books.requests) - min(books.requests) <= 2
@@ -80,14 +80,11 @@ def test_double_charge_is_an_error() -> None:
         books.charge(1, 0, 1, 1)
 
 
-def test_rank_death_releases_its_requests_only() -> None:
-    books = Books(2)
-    books.charge(1, 0, 7, 7)
-    books.charge(2, 1, 9, 9)
-    books.charge(3, 0, 7, 7)
-    assert books.release_rank(0) == [1, 3]
-    assert books.loads == [Load(0, 0), Load(9, 9)]
-    assert len(books) == 1
+def test_a_quote_among_some_ranks() -> None:
+    loads = [Load(0, 0), Load(5, 0), Load(9, 0)]
+    assert quote(loads, 1, 1).rank == 0
+    assert quote(loads, 1, 1, among=[2, 1]).rank == 1
+    assert quote(loads, 1, 1, among=[2]) == quote(loads, 1, 1, among=(2,))
 
 
 EVENTS = st.lists(
@@ -95,7 +92,6 @@ EVENTS = st.lists(
         st.tuples(st.just("submit"), st.integers(1, 3000), st.integers(1, 3000)),
         st.tuples(st.just("progress"), st.integers(0, 50), st.integers(1, 900)),
         st.tuples(st.just("release"), st.integers(0, 50), st.just(0)),
-        st.tuples(st.just("death"), st.integers(0, 2), st.just(0)),
     ),
     max_size=80,
 )
@@ -107,15 +103,13 @@ def test_books_return_to_zero(events: list[tuple[str, int, int]]) -> None:
     next_id = 0
     for kind, a, b in events:
         if kind == "submit":
-            books.charge(next_id, books.choose(a, b), a, b)
+            books.charge(next_id, books.quote(a, b).rank, a, b)
             next_id += 1
         elif kind == "progress":
             books.progress(a, b)
-        elif kind == "release":
+        else:
             books.release(a)
             books.release(a)  # twice: an abort and a late completion
-        else:
-            books.release_rank(a)
         assert all(load.prefill >= 0 and load.decode >= 0 for load in books.loads)
     for request_id in range(next_id):
         books.release(request_id)

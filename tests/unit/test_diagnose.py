@@ -12,6 +12,7 @@ from launcher.cli import main
 from launcher.diagnose import DiagnoseError, run_doctor, run_trace
 from launcher.keys import LaunchKeys
 from launcher.router import GangDown, Router
+from tests.fake_gang import link_of
 from tests.front_server import FrontServer
 from vote.recorder import Recorder
 from vote.report import Sighting, sight
@@ -53,7 +54,7 @@ def observers() -> FakeObservers:
 def url(observers: FakeObservers, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr("launcher.front.admin.STUCK_S", 0.05)
     with FrontServer() as server:
-        server.router.observers = lambda: observers  # type: ignore[method-assign, assignment, return-value]
+        link_of(server.router).observers = lambda: observers  # type: ignore[method-assign, assignment, return-value]
         yield server.url
 
 
@@ -117,11 +118,11 @@ def test_a_server_of_another_kind(url: str) -> None:
 
 
 def test_before_all_ranks_are_there() -> None:
-    router = Router(2, LaunchKeys.generate(), epoch=1)
+    link = Router(2).open(0, LaunchKeys.generate(), 1)
     with pytest.raises(GangDown, match="waiting for ranks 0, 1"):
-        router.observers()
+        link.observers()
     with FrontServer() as server:
-        server.router.observers = router.observers  # type: ignore[method-assign]
+        link_of(server.router).observers = link.observers  # type: ignore[method-assign]
         for path in ("doctor", "trace"):
             reply = httpx.get(f"{server.url}/debug/{path}")
             assert (reply.status_code, reply.json()["error"]["message"]) == (503, WAITING)

@@ -8,6 +8,7 @@ import pytest
 
 from dp_engine import engine as engine_module
 from dp_engine.batch import Batch
+from dp_engine.chaos import Chaos
 from dp_engine.engine import Engine, StepCounters
 from dp_engine.messages import Add, Output, Pause, Ready, Report, ResetPrefixCache, Sampling, Wake
 from dp_engine.worker import StepWorker, ThreadWorker
@@ -59,7 +60,7 @@ class FakeRunner:
 class Rig:
     """An engine with a script for a router. `events`: votes, steps submitted and results asked for, in order."""
 
-    def __init__(self, script: Script, *, fail: Exception | None = None, **config: Any) -> None:
+    def __init__(self, script: Script, *, fail: Exception | None = None, chaos: bool = False, **config: Any) -> None:
         self.world = World(**config)
         self.scheduler = self.world.scheduler
         self.link = ScriptedLink(script)
@@ -75,7 +76,8 @@ class Rig:
             count_collectives=lambda: self.worker.num_collectives, on_ballot=counters.count_ballot,
         )  # fmt: skip
         parts = self.link, protocol, self.scheduler, self.worker, counters
-        self.engine = Engine(*parts, mixed=mixed, overlap=overlap)  # type: ignore[arg-type]
+        faults = Chaos(self.link, self.scheduler) if chaos else None  # type: ignore[arg-type]
+        self.engine = Engine(*parts, mixed=mixed, overlap=overlap, chaos=faults)  # type: ignore[arg-type]
 
     def _follow(self, name: str) -> None:
         method = getattr(self.worker, name)

@@ -11,6 +11,7 @@ import pytest
 
 from dp_engine.messages import Add
 from launcher.books import Load
+from tests.fake_gang import link_of
 from tests.fake_rank import count_up
 from tests.front_server import MODEL, FrontServer, until
 
@@ -253,8 +254,8 @@ def test_client_that_leaves_is_aborted(stream: bool, make: Any) -> None:
         until(lambda: sum(len(rank.aborted) for rank in server.ranks) == 2)
         assert time.monotonic() - left < 1
         assert server.router.inflight == 0
-        assert server.router.books.loads == [Load(0, 0)] * 2
-        assert sum(counter["abort"] for counter in server.router.finished) == 2
+        assert link_of(server.router).books.loads == [Load(0, 0)] * 2
+        assert sum(counter["abort"] for counter in server.router.replicas[0].finished) == 2
 
 
 def test_client_that_leaves_while_sending_costs_nothing(server: FrontServer, client: httpx.Client) -> None:
@@ -278,7 +279,7 @@ def test_stream_that_fails_midway_ends_with_an_error_event(make: Any) -> None:
                 if line:
                     events.append(line.removeprefix("data: "))
                 if len(events) == 3:
-                    server.ranks[1].die("out of memory")
+                    server.call(server.router.give_up, 0, "rank 1 failed: out of memory")
         assert "rank 1 failed: out of memory" in json.loads(events[-1])["error"]["message"]
         assert "[DONE]" not in events
         assert all("error" not in json.loads(event) for event in events[:-1])

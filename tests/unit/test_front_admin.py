@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from launcher.link import Congested
+from tests.fake_gang import link_of
 from tests.front_server import MODEL, FrontServer, until
 
 
@@ -86,14 +87,14 @@ def test_only_a_post_changes_anything(client: httpx.Client, path: str) -> None:
 @pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache"])
 def test_a_full_queue_is_a_503(path: str) -> None:
     with FrontServer(1) as server, httpx.Client(base_url=server.url) as client:
-        send = server.router._link.send
+        send = link_of(server.router)._link.send
 
         def full(identity: bytes, payload: bytes) -> None:
             raise Congested
 
-        server.router._link.send = full  # type: ignore[method-assign]
+        link_of(server.router)._link.send = full  # type: ignore[method-assign]
         reply = client.post(path)
-        server.router._link.send = send  # type: ignore[method-assign]
+        link_of(server.router)._link.send = send  # type: ignore[method-assign]
         assert reply.status_code == 503
         assert reply.headers["retry-after"] == "1"
         assert (reply.json()["error"]["code"], reply.json()["error"]["type"]) == ("rank_busy", "server_error")

@@ -8,6 +8,7 @@ import pytest
 
 from dp_engine.messages import Add
 from launcher.books import Load
+from tests.fake_gang import link_of
 from tests.front_server import MODEL, FrontServer, small_text
 
 ANSWER = "One café, two cafés, three cafés 🙂 and so on."
@@ -63,7 +64,7 @@ def test_stop_string_ends_all_choices_and_frees_their_rank(client: openai.OpenAI
     upto = next(n for n in range(len(IDS)) if " two" in small_text().decode(IDS[:n]))
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 3 * upto
-    assert server.router.books.loads == [Load(0, 0)] * 2
+    assert link_of(server.router).books.loads == [Load(0, 0)] * 2
 
 
 def test_a_choice_that_ends_early_leaves_its_forks_alone(client: openai.OpenAI, server: FrontServer) -> None:
@@ -72,4 +73,4 @@ def test_a_choice_that_ends_early_leaves_its_forks_alone(client: openai.OpenAI, 
     assert [choice.text for choice in reply.choices] == [ANSWER, ANSWER * 2, ANSWER * 2]
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 5 * len(IDS) + 3
-    assert server.router.books.loads == [Load(0, 0)] * 2
+    assert link_of(server.router).books.loads == [Load(0, 0)] * 2

@@ -72,7 +72,7 @@ def test_concurrency_is_bounded(tmp_path: Path) -> None:
         answers, failed = generate(server, path)
         assert len(answers) == 40
         assert failed == 0
-        assert sum(server.router.started) == 40
+        assert sum(server.router.replicas[0].started) == 40
 
 
 def test_empty_file_is_no_error(tmp_path: Path) -> None:

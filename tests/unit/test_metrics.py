@@ -85,16 +85,17 @@ def test_a_report_is_shown(name: str, value: float) -> None:
     stub = StubGang(2)
     stub.say(1, Output(1, [], [], [], REPORT))
     assert {key: shown for key, shown in samples(stub).items() if key.startswith(name + "{")} == {
-        f'{name}{{rank="1"}}': value
+        f'{name}{{gang="0",rank="1"}}': value
     }
 
 
 def test_steps_are_shown_by_type() -> None:
     stub = StubGang(1)
     stub.say(0, Output(1, [], [], [], REPORT))
-    steps = {kind: samples(stub)[f'phalanx_steps_total{{rank="0",type="{kind}"}}'] for kind in ("prefill", "decode")}
+    name = 'phalanx_steps_total{{gang="0",rank="0",type="{}"}}'
+    steps = {kind: samples(stub)[name.format(kind)] for kind in ("prefill", "decode")}
     assert steps == {"prefill": 5, "decode": 6}
-    assert samples(stub)['phalanx_steps_total{rank="0",type="mixed"}'] == 9
+    assert samples(stub)['phalanx_steps_total{gang="0",rank="0",type="mixed"}'] == 9
 
 
 @pytest.mark.parametrize("mode", ["none", "new", "all"])
@@ -119,7 +120,7 @@ def test_over_http(server: FrontServer) -> None:
         text = client.get("/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     started = {s.labels["rank"]: s.value for s in families["phalanx_requests_started"].samples}
-    assert started == {str(rank): count for rank, count in enumerate(server.router.started)}
+    assert started == {str(rank): count for rank, count in enumerate(server.router.replicas[0].started)}
     assert sum(started.values()) == 4
     finished = families["phalanx_requests_finished"].samples
     assert sum(s.value for s in finished if s.labels["reason"] == "length") == 4

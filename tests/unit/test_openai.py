@@ -9,6 +9,7 @@ import pytest
 
 from dp_engine.messages import Add
 from launcher.front.schemas import COMPLETION_TOKENS
+from tests.fake_gang import link_of
 from tests.front_server import MODEL, FrontServer, small_text
 
 ANSWER = "The capital of France is Paris 🙂 and it is café time."
@@ -146,7 +147,7 @@ def test_choices_of_a_prompt_are_forks_at_one_rank(client: openai.OpenAI, server
         assert [(add.parent, add.prompt) for add in forks] == [(first.request_id, first.prompt)] * 2
         assert {(add.cache_salt, add.priority) for add in (first, *forks)} == {("s", 5)}
     assert sorted(group[0].prompt for group in groups) == sorted([ids("x y z"), ids("w")])
-    assert [(load.prefill, load.decode) for load in server.router.books.loads] == [(0, 0)] * 2
+    assert [(load.prefill, load.decode) for load in link_of(server.router).books.loads] == [(0, 0)] * 2
 
 
 def test_choices_of_a_stream_are_whole(client: openai.OpenAI) -> None:
@@ -238,9 +239,9 @@ def test_many_at_once(server: FrontServer) -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             return await asyncio.gather(*(one(client, number) for number in range(32)))
 
-    started = list(server.router.started)
+    started = list(server.router.replicas[0].started)
     assert asyncio.run(all_of_them()) == [ANSWER] * 32
-    shares = [now - before for now, before in zip(server.router.started, started, strict=True)]
+    shares = [now - before for now, before in zip(server.router.replicas[0].started, started, strict=True)]
     assert sum(shares) == 32
     assert all(14 <= share <= 18 for share in shares)
     assert server.router.inflight == 0

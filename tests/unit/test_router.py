@@ -8,7 +8,7 @@ import pytest
 from dp_engine.messages import Abort, Add, Output, Sampling, Wake, encode
 from launcher.books import Load
 from launcher.router import QueueFull, RequestRejected
-from tests.fake_gang import StubGang, collect, gang, run, until
+from tests.fake_gang import StubGang, collect, gang, link_of, run, until
 
 
 def test_tokens_reach_their_request_and_books_return_to_zero() -> None:
@@ -17,13 +17,14 @@ def test_tokens_reach_their_request_and_books_return_to_zero() -> None:
             tickets = [router.submit([1] * (n + 1), Sampling(max_tokens=n + 1)) for n in range(12)]
             for n, result in enumerate(await asyncio.gather(*map(collect, tickets))):
                 assert result == ([3 + i for i in range(n + 1)], "length")
-            assert router.books.loads == [Load(0, 0)] * 3
+            assert link_of(router).books.loads == [Load(0, 0)] * 3
             assert router.inflight == 0
-            assert sum(router.started) == 12
-            assert [dict(counter) for counter in router.finished] == [{"length": n} for n in router.started]
+            started, finished = router.replicas[0].started, router.replicas[0].finished
+            assert sum(started) == 12
+            assert [dict(counter) for counter in finished] == [{"length": n} for n in started]
             assert sorted(len(add.prompt) for rank in ranks for add in rank.adds) == list(range(1, 13))
-            assert router.last_output_at is not None
-            assert set(router.reports) == {0, 1, 2}
+            assert link_of(router).last_output_at is not None
+            assert set(link_of(router).reports) == {0, 1, 2}
 
     run(test)
 
@@ -36,11 +37,11 @@ def test_burst_lands_evenly() -> None:
             begin = time.monotonic()
             tickets = [router.submit([1] * 32, Sampling(max_tokens=500)) for _ in range(40)]
             assert time.monotonic() - begin < 0.05
-            assert router.started == [10, 10, 10, 10]
+            assert router.replicas[0].started == [10, 10, 10, 10]
             await until(lambda: [len(rank.adds) for rank in ranks] == [10, 10, 10, 10])
             for ticket in tickets:
                 router.abort(ticket)
-            assert router.books.loads == [Load(0, 0)] * 4
+            assert link_of(router).books.loads == [Load(0, 0)] * 4
             await until(lambda: all(len(rank.aborted) == 10 and not rank.running for rank in ranks))
 
     run(test)
@@ -94,7 +95,7 @@ def test_rejected_request_raises_with_the_reason() -> None:
         async with gang(1, reply=lambda add: "it needs 99 blocks, the pool has 9") as (router, _, _keys):
             with pytest.raises(RequestRejected, match="99 blocks"):
                 await collect(router.submit([1], Sampling(max_tokens=1)))
-            assert router.finished[0] == {"rejected": 1}
+            assert router.replicas[0].finished[0] == {"rejected": 1}
             assert router.inflight == 0
 
     run(test)
@@ -107,7 +108,7 @@ def test_tokens_of_another_ranks_request_are_dropped() -> None:
             other = ranks[1 - ticket.rank]
             other.send_raw(encode(Output(1, [ticket.request_id], [99], [(ticket.request_id, "stop")])))
             other.send_raw(encode(Output(2, [], [], [], other.report())))
-            await until(lambda: other.rank in router.reports)
+            await until(lambda: other.rank in link_of(router).reports)
             assert ticket.open
             router.abort(ticket)
             tokens, reason = await collect(ticket)
@@ -139,9 +140,9 @@ def test_full_queue_refuses_requests_and_delays_aborts() -> None:
     stub.full = {0}
     with pytest.raises(QueueFull, match="rank 0"):
         router.submit([1], Sampling(max_tokens=1))
-    assert (router.wake, router.inflight, router.books.loads) == (1, 1, [Load(2, 3)])
+    assert (link_of(router).roster.wake, router.inflight, link_of(router).books.loads) == (1, 1, [Load(2, 3)])
     router.abort(ticket)
-    assert (router.inflight, router.books.loads) == (0, [Load(0, 0)])
+    assert (router.inflight, link_of(router).books.loads) == (0, [Load(0, 0)])
     stub.sign(0)
     assert [type(message) for _, message in stub.take()] == [Add]
     stub.full.clear()
@@ -181,7 +182,7 @@ def test_several_tokens_of_a_step_arrive_in_order() -> None:
             for n, result in zip((1, 4, 9, 30), await asyncio.gather(*map(collect, tickets)), strict=True):
                 assert result == ([3 + i for i in range(n)], "length")
             assert sum(rank.report().accepted_draft_tokens for rank in ranks) > 20
-            assert router.books.loads == [Load(0, 0)] * 2
+            assert link_of(router).books.loads == [Load(0, 0)] * 2
 
     run(test)
 
@@ -198,12 +199,12 @@ def test_choices_of_a_prompt_share_a_rank_and_its_prompt() -> None:
     assert {rank for rank, _ in adds} == {first.rank}
     assert [(add.parent, add.prompt) for _, add in adds] == [(parent, [1] * 7) for parent in (0, 1, 1)]
     assert [add.wake for _, add in adds] == [1, 2, 3]
-    assert router.books.loads[first.rank] == Load(7, 30)
+    assert link_of(router).books.loads[first.rank] == Load(7, 30)
     stub.say(first.rank, Output(1, [1, 2, 2, 3], [5, 5, 6, 5], [(3, "stop")]))
-    assert router.books.loads[first.rank] == Load(0, 17)
+    assert link_of(router).books.loads[first.rank] == Load(0, 17)
     router.abort(first)
     router.abort(forks[0])
-    assert router.books.loads == [Load(0, 0)] * 3
+    assert link_of(router).books.loads == [Load(0, 0)] * 3
 
 
 @pytest.mark.parametrize(("choices", "rank"), [(1, 1), (3, 0)])
@@ -211,7 +212,7 @@ def test_the_rank_is_chosen_for_all_choices(choices: int, rank: int) -> None:
     router = StubGang(2).router
     router.submit([1] * 50, Sampling(max_tokens=100))
     router.submit([1], Sampling(max_tokens=120))
-    assert router.books.loads == [Load(50, 100), Load(1, 120)]
+    assert link_of(router).books.loads == [Load(50, 100), Load(1, 120)]
     assert router.submit([1] * 60, Sampling(max_tokens=10), choices=choices).rank == rank
 
 
@@ -229,6 +230,6 @@ def test_forks_go_on_when_one_of_them_is_aborted() -> None:
             assert [add.parent for add in ranks[first.rank].adds] == [0, first.request_id, first.request_id]
             assert sum(len(rank.adds) for rank in ranks) == 3
             assert ranks[first.rank].aborted == [first.request_id]
-            assert router.books.loads == [Load(0, 0)] * 3
+            assert link_of(router).books.loads == [Load(0, 0)] * 3
 
     run(test)

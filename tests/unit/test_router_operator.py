@@ -8,7 +8,7 @@ import pytest
 from dp_engine.messages import Pause, ResetPrefixCache, Sampling, Wake
 from launcher.link import Unroutable
 from launcher.router import GangDown, RankBusy, Router
-from tests.fake_gang import StubGang, collect, gang, run, until
+from tests.fake_gang import StubGang, collect, gang, link_of, run, until
 
 
 def test_pause_and_reset_reach_all_ranks_with_one_wake_number() -> None:
@@ -20,7 +20,7 @@ def test_pause_and_reset_reach_all_ranks_with_one_wake_number() -> None:
             assert router.paused == "new"
             router.pause("none")
             router.reset_prefix_cache()
-            assert (router.paused, router.wake) == ("none", 4)
+            assert (router.paused, link_of(router).roster.wake) == ("none", 4)
             await until(lambda: all(rank.wakes == [1, 2, 3, 4] for rank in ranks))
             for rank in ranks:
                 assert rank.pauses == [Pause(2, "new"), Pause(3, "none")]
@@ -75,18 +75,18 @@ def test_a_rank_that_could_not_be_told_back_is_told_at_its_next_sign() -> None:
     stub.router.pause("new")
     stub.take()
     stub.full = {1}
-    send = stub.router._link.send
+    send = link_of(stub.router)._link.send
 
     def fill_up(identity: bytes, payload: bytes) -> None:
         send(identity, payload)
         stub.full = {0, 1}
 
-    stub.router._link.send = fill_up  # type: ignore[method-assign]
+    link_of(stub.router)._link.send = fill_up  # type: ignore[method-assign]
     with pytest.raises(RankBusy, match="still 'new'"):
         stub.router.pause("all")
     assert stub.take() == [(0, Pause(2, "all"))]
     stub.full.clear()
-    stub.router._link.send = send  # type: ignore[method-assign]
+    link_of(stub.router)._link.send = send  # type: ignore[method-assign]
     stub.sign(0)
     stub.sign(0)
     assert stub.take() == [(0, Pause(3, "new"))]
@@ -110,7 +110,7 @@ CALLS = [lambda router: router.pause("all"), lambda router: router.reset_prefix_
 @pytest.mark.parametrize("call", CALLS, ids=["pause", "reset"])
 def test_a_gang_that_is_down_takes_no_orders(call: Callable[[Router], None]) -> None:
     stub = StubGang(2)
-    stub.router.fail("rank 0 died")
+    stub.router.give_up(0, "rank 0 died")
     with pytest.raises(GangDown, match="rank 0 died"):
         call(stub.router)
     assert stub.take() == []
@@ -123,6 +123,6 @@ def test_a_lost_rank_is_noticed(call: Callable[[Router], None]) -> None:
     def lost(identity: bytes, payload: bytes) -> None:
         raise Unroutable
 
-    stub.router._link.send = lost  # type: ignore[method-assign]
+    link_of(stub.router)._link.send = lost  # type: ignore[method-assign]
     with pytest.raises(GangDown, match="rank 0 is not connected any more"):
         call(stub.router)
