@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dp_engine.link import RankKeys
 from dp_engine.spec import RankSpec
 from launcher.config import DeploymentConfig
 from launcher.cores import Share
-from launcher.ends import GangEnd, RankEnd, blame, end_of, one_line
+from launcher.ends import GangEnd, blame, end_of, one_line
 from launcher.errors import DeploymentFailed
 from launcher.interfaces import Endpoint, NoInterface, choose_all, loopback
 from launcher.placement import Placement
@@ -53,7 +53,7 @@ class Gang:
         self._dead = False
         self._actors: list[Any] = []  # as they were started
         self._ranks: list[Any] = []  # the same by rank
-        self._runs: list[Any] = []
+        self._runs: list[Any] = []  # held, since Ray forgets results that nobody holds
         self._ended: list[asyncio.Future[Any]] = []
         self.whereabouts: list[Whereabouts] = []
 
@@ -127,17 +127,19 @@ class Gang:
             actor.run.remote(spec, rendezvous, endpoint)
             for actor, spec, endpoint in zip(self._ranks, specs, endpoints, strict=True)
         ]
+        self._ended = [asyncio.wrap_future(run.future()) for run in self._runs]
+        for future in self._ended:
+            future.add_done_callback(_retrieve)
 
     async def wait_end(self) -> GangEnd:
         """Wait until any rank ends, then a little for the rest to say what they saw."""
-        if not self._ended:
-            self._ended = [asyncio.wrap_future(run.future()) for run in self._runs]
-            for future in self._ended:
-                future.add_done_callback(_retrieve)
         await asyncio.wait(self._ended, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(self._ended, timeout=SETTLE_S)
-        ends = await asyncio.to_thread(self._ends)
-        return GangEnd(blame(ends), tuple(ends))
+        outcomes = [(rank, future.exception()) for rank, future in enumerate(self._ended) if future.done()]
+        nodes = await asyncio.to_thread(ray.nodes)
+        alive = {node["NodeID"] for node in nodes if node["Alive"]}
+        ends = tuple(end_of(rank, error, self.whereabouts[rank], alive) for rank, error in outcomes)
+        return GangEnd(blame(ends), ends)
 
     async def kill(self) -> None:
         """End all processes, whatever state they are in; the placement stays. Idempotent; takes seconds at most."""
@@ -203,23 +205,9 @@ class Gang:
                 "another network with ranks.interface"
             )
 
-    def _ends(self) -> list[RankEnd]:
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        ends = []
-        for rank, run in enumerate(self._runs):
-            error: BaseException | None = None
-            try:
-                ray.get(run, timeout=0)
-            except GetTimeoutError:
-                continue
-            except RayError as caught:
-                error = caught
-            ends.append(end_of(rank, error, self.whereabouts[rank], alive))
-        return ends
-
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Whoever wants to know asks Ray; this one is not missed."""
+    """Perhaps nobody wants to know."""
     if not future.cancelled():
         future.exception()
 
@@ -249,9 +237,9 @@ def _split(endpoint: str) -> tuple[str, int]:
 
 async def _get(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
     """Results of actors. Holds no thread, since many gangs may wait for long. Raises DeploymentFailed."""
-    answers = asyncio.gather(*(asyncio.wrap_future(ref.future()) for ref in refs))
     try:
-        return await asyncio.wait_for(answers, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.gather(*(asyncio.wrap_future(ref.future()) for ref in refs))
     except TimeoutError:
         raise DeploymentFailed(f"{what} did not come up within {timeout_s:g} s") from None
     except RayError as error:
