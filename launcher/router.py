@@ -390,8 +390,8 @@ class Router:
         Raises GangDown, or RankBusy when the rank's queue is full.
         """
         place = self.replicas[replica]
-        if (link := place.serving) is None:
-            raise GangDown(place.unready_reason)
+        if self._down is not None or (link := place.serving) is None:
+            raise GangDown(self._down or place.unready_reason)
         try:
             link.roster.inject(rank, fault)
         except Congested:
