@@ -5,12 +5,14 @@ import time
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launcher.front.admin import Admin
 from launcher.front.answers import EventStream, WholeAnswer
+from launcher.front.auth import RequireKey
 from launcher.front.body import read_json
 from launcher.front.errors import SERVICE_ERRORS, ApiError, on_disconnect, on_http_error, on_service_error, to_api_error
 from launcher.front.replies import ChatRenderer, CompletionRenderer, Renderer
@@ -74,8 +76,8 @@ async def on_bug(request: Request, error: Exception) -> Response:
     return to_api_error(error).response()
 
 
-def make_app(service: Service, max_body_bytes: int) -> Starlette:
-    """The ASGI application of a service; bodies above `max_body_bytes` are refused."""
+def make_app(service: Service, max_body_bytes: int, api_key: str | None = None) -> Starlette:
+    """The ASGI application of a service; bodies above `max_body_bytes` are refused, and so is who lacks the key."""
     front, admin = Front(service, max_body_bytes), Admin(service.router)
     app = Starlette(
         routes=[
@@ -85,6 +87,7 @@ def make_app(service: Service, max_body_bytes: int) -> Starlette:
             Route("/v1/models/{name:path}", front.model),
             *admin.routes,
         ],
+        middleware=[Middleware(RequireKey, key=api_key)] if api_key is not None else [],
         exception_handlers={
             **dict.fromkeys(SERVICE_ERRORS, on_service_error),
             HTTPException: on_http_error,
