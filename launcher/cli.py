@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from launcher import job_cli
 from launcher.config import ConfigError, DeploymentConfig, load_config
 from launcher.environment import EnvironmentCheckError, check_environment
 from launcher.ray_session import join_own_cluster
@@ -139,6 +140,9 @@ def show_config(
 
     resolved: DeploymentConfig = load_config(config, settings)
     print(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), end="")
+
+
+app.add_typer(job_cli.app)
 
 
 def _ask(question: Callable[[], int]) -> None:

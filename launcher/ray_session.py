@@ -11,12 +11,13 @@ from typing import Any, Self
 from launcher.config import ConfigError, DeploymentConfig, RayConfig
 from launcher.ray_token import use_token
 
+_NICENESS = "RAY_worker_niceness"  # Ray starts its workers at 15; a rank that is put off holds up all others
 # Before ray is imported, and inherited by what it starts.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
-    "RAY_worker_niceness": "0",  # Ray starts its workers at 15; a rank that is put off holds up all others
+    _NICENESS: "0",
 }
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's least; only the ranks' specs and errors go through it
 _JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets a variable of this name for the entrypoint of a job
@@ -40,6 +41,7 @@ class RaySession:
             options |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES, "address": "local"}
         else:
             options["address"] = address = cluster_address(self._config.address)
+            options["runtime_env"] = {"env_vars": {_NICENESS: "0"}}  # no conflict: Ray drops a job's own value
             use_token(f"the Ray cluster at {address}", lambda: _wants_token(address))
         import ray
 
