@@ -43,8 +43,18 @@ def small_text() -> Text:
 class FrontServer:
     """`with FrontServer(...) as server:`; `server.url` is its root, `server.ranks` are its fake ranks."""
 
-    def __init__(self, world_size: int = 2, *, max_inflight: int = 256, max_body: int = 1 << 20, **rank: Any) -> None:
+    def __init__(
+        self,
+        world_size: int = 2,
+        *,
+        max_inflight: int = 256,
+        max_body: int = 1 << 20,
+        api_key: str | None = None,
+        tls: tuple[Path, Path] | None = None,
+        **rank: Any,
+    ) -> None:
         self._world_size, self._max_inflight, self._max_body, self._rank = world_size, max_inflight, max_body, rank
+        self._api_key, self._tls = api_key, tls
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self.ranks: list[FakeRank] = []
@@ -71,14 +81,15 @@ class FrontServer:
             await self.router.start()
             self.service = Service(small_text(), self.router, MODEL, block_size=16)
             sock = bind_http("127.0.0.1", 0)
-            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            self.url = f"http{'s' if self._tls else ''}://127.0.0.1:{sock.getsockname()[1]}"
             with ExitStack() as stack:
                 for rank in range(self._world_size):
                     fake = FakeRank(self.router.endpoint, keys.for_rank(), rank, self._world_size, **self._rank)
                     self.ranks.append(stack.enter_context(fake))
                 await self.router.wait_ready(10)
                 self._started.set_result(None)
-                await serve_http(make_app(self.service, self._max_body), sock, self._stop)
+                app = make_app(self.service, self._max_body, self._api_key)
+                await serve_http(app, sock, self._stop, self._tls)
                 await self.router.close()
         except BaseException as error:
             if not self._started.done():
