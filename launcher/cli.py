@@ -142,7 +142,8 @@ def show_config(
     print(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), end="")
 
 
-app.add_typer(job_cli.app)
+for job_command in job_cli.COMMANDS:
+    app.command()(job_command)
 
 
 def _ask(question: Callable[[], int]) -> None:

@@ -10,8 +10,6 @@ from launcher.client import ServerError
 from launcher.config import ConfigError, load_config
 from launcher.terminal import Terminal
 
-app = typer.Typer()
-
 ADDRESS = typer.Option(
     help="The cluster's job server, http://HEAD:8265; default: RAY_API_SERVER_ADDRESS, else this machine's.",
     show_default=False,
@@ -19,7 +17,6 @@ ADDRESS = typer.Option(
 JOB = typer.Argument(metavar="ID", help="The job's submission id.", show_default=False)
 
 
-@app.command()
 def submit(
     config: Annotated[Path | None, typer.Argument(help="YAML file with settings.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="Checkpoint directory on the nodes.", show_default=False)] = None,
@@ -47,7 +44,6 @@ def submit(
     raise typer.Exit(submit(wish, deployment, Terminal(False)))
 
 
-@app.command()
 def status(
     what: Annotated[
         str | None, typer.Argument(metavar="[ID|URL]", help="A job, or a server's URL; default: all jobs.")
@@ -65,7 +61,6 @@ def status(
         _ask(lambda: show_job(what, address))
 
 
-@app.command()
 def logs(
     job_id: Annotated[str, JOB],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job's end.")] = False,
@@ -77,7 +72,6 @@ def logs(
     _ask(lambda: show_log(job_id, follow, address))
 
 
-@app.command()
 def stop(job_id: Annotated[str, JOB], address: Annotated[str | None, ADDRESS] = None) -> None:
     """End a job in order and wait until nothing of it is left. Requests in flight fail; see `drain`."""
     from launcher.job_control import stop_job
@@ -85,7 +79,6 @@ def stop(job_id: Annotated[str, JOB], address: Annotated[str | None, ADDRESS] = 
     _ask(lambda: stop_job(job_id, address))
 
 
-@app.command()
 def drain(
     what: Annotated[str, typer.Argument(metavar="URL|ID", help="A server's URL, or its job.", show_default=False)],
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the requests in flight.")] = 600.0,
@@ -95,6 +88,9 @@ def drain(
     from launcher.job_control import drain_job, drain_server
 
     _ask(lambda: drain_server(what, timeout) if _is_url(what) else drain_job(what, timeout, address))
+
+
+COMMANDS = (submit, status, logs, stop, drain)
 
 
 def _is_url(what: str) -> bool:
