@@ -5,12 +5,14 @@ import time
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launcher.front.admin import Admin
 from launcher.front.answers import EventStream, WholeAnswer
+from launcher.front.auth import RequireKey
 from launcher.front.body import read_json
 from launcher.front.chaos import ChaosDesk
 from launcher.front.errors import SERVICE_ERRORS, ApiError, on_disconnect, on_http_error, on_service_error, to_api_error
@@ -75,8 +77,11 @@ async def on_bug(request: Request, error: Exception) -> Response:
     return to_api_error(error).response()
 
 
-def make_app(service: Service, max_body_bytes: int, *, chaos: bool = False) -> Starlette:
-    """The ASGI application of a service; bodies above `max_body_bytes` are refused, and faults without `chaos`."""
+def make_app(
+    service: Service, max_body_bytes: int, *, api_key: str | None = None, chaos: bool = False
+) -> Starlette:
+    """The ASGI application of a service. Bodies above `max_body_bytes` are refused, who lacks the key, if there is one,
+    and faults without `chaos`."""
     front, admin = Front(service, max_body_bytes), Admin(service.router)
     app = Starlette(
         routes=[
@@ -87,6 +92,7 @@ def make_app(service: Service, max_body_bytes: int, *, chaos: bool = False) -> S
             *admin.routes,
             ChaosDesk(service.router, chaos).route,
         ],
+        middleware=[Middleware(RequireKey, key=api_key)] if api_key is not None else [],
         exception_handlers={
             **dict.fromkeys(SERVICE_ERRORS, on_service_error),
             HTTPException: on_http_error,
