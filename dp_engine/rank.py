@@ -120,7 +120,7 @@ def _join(
     groups: Groups,
 ) -> Engine:
     """Check the settings before anything is loaded, load, wait for the slowest, warm up, say Hello."""
-    device = _device(spec)
+    device = choose_device(spec)
     config = ModelConfig.load(Path(spec.model_dir), spec.engine)
     num_blocks = num_blocks_for(config, spec.engine)
     settings = gang_settings(spec, config, config.digest, num_blocks)
@@ -172,7 +172,7 @@ def _join(
     )  # fmt: skip
 
 
-def _device(spec: RankSpec) -> torch.device:
+def choose_device(spec: RankSpec) -> torch.device:
     """The one GPU reserved for this rank, else the CPU. Raises RuntimeError when torch cannot use a reserved GPU."""
     if not spec.gpu:
         return torch.device("cpu")

@@ -64,16 +64,26 @@ class Gang:
         for `launch`, which saves a restart about half of its time. See `waits`.
         """
         shares = await self._placement.shares()
-        await asyncio.to_thread(self._place, shares)
+        actors = await asyncio.to_thread(self._start, shares)
+        asked = [actor.whereabouts.remote() for actor in actors]
+        found = await _get(asked, self._config.ray.start_timeout_s, "rank processes")
+        order = in_order(found)
+        self.whereabouts = [found[i] for i in order]
+        self._ranks = [actors[i] for i in order]
+        check_devices(self.whereabouts, self._config.ranks.gpus)
+        for rank, where in enumerate(self.whereabouts):
+            if self._on_log is not None:
+                self._on_log(rank, logging.INFO, f"on {where}")
 
     async def waits(self) -> bool:
         """Has been placed and could be launched: all its processes answer."""
-        asked = [rank.whereabouts.remote() for rank in self._ranks]
-        answers, _ = await asyncio.to_thread(ray.wait, asked, num_returns=len(asked), timeout=ANSWER_S)
-        try:
-            return len(await asyncio.to_thread(ray.get, answers)) == self._config.dp
-        except RayError:
+        if not self._ranks or self._dead:
             return False
+        try:
+            await _get([rank.whereabouts.remote() for rank in self._ranks], ANSWER_S, "waiting ranks")
+        except DeploymentFailed:
+            return False
+        return True
 
     def on_node(self, node_id: str) -> bool:
         """Are all ranks on this node?"""
@@ -84,7 +94,39 @@ class Gang:
 
         Raises DeploymentFailed with the ranks that cannot.
         """
-        await asyncio.to_thread(self._launch, router_endpoint, keys)
+        cfg = self._config
+        timeout_s = cfg.ray.start_timeout_s
+        endpoints = self._endpoints()
+        places = {"the router": _split(router_endpoint)}
+        rendezvous: Rendezvous | None = None
+        if cfg.dp > 1:
+            opened = self._ranks[0].open_rendezvous.remote(endpoints[0].address, timeout_s)
+            [rendezvous] = await _get([opened], timeout_s, "rank 0's rendezvous")
+            places["rank 0"] = (rendezvous.host, rendezvous.port)
+        await self._check_reach(places, endpoints)
+        specs = [
+            RankSpec(
+                rank=rank,
+                world_size=cfg.dp,
+                epoch=self._epoch,
+                router_endpoint=router_endpoint,
+                keys=keys,
+                model_dir=str(self._model_dir),
+                engine=cfg.engine,
+                vote=cfg.vote,
+                experts=cfg.experts,
+                start_timeout_s=timeout_s,
+                threads=where.threads,
+                host=endpoint.address,
+                gpu=",".join(where.devices),
+                chaos=cfg.chaos.enabled,
+            )
+            for rank, (where, endpoint) in enumerate(zip(self.whereabouts, endpoints, strict=True))
+        ]
+        self._runs = [
+            actor.run.remote(spec, rendezvous, endpoint)
+            for actor, spec, endpoint in zip(self._ranks, specs, endpoints, strict=True)
+        ]
 
     async def wait_end(self) -> GangEnd:
         """Wait until any rank ends, then a little for the rest to say what they saw."""
@@ -113,7 +155,8 @@ class Gang:
         if left:
             log.warning("processes of ranks do not end: pid %s", ", ".join(map(str, left)))
 
-    def _place(self, shares: Sequence[Share]) -> None:
+    def _start(self, shares: Sequence[Share]) -> list[Any]:
+        """An actor for each bundle."""
         cfg = self._config
         self._here = ray.get_runtime_context().get_node_id()
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -121,7 +164,7 @@ class Gang:
         actor_class = ray.remote(RankActor)
         for bundle, share in enumerate(shares):
             if self._dead:
-                return
+                raise DeploymentFailed("the gang was killed while it was placed")
             actor = actor_class.options(
                 num_cpus=0,  # the bundle has them; so there is room in it for the next life's process to wait
                 num_gpus=cfg.ranks.gpus,
@@ -130,50 +173,7 @@ class Gang:
                 scheduling_strategy=self._placement.strategy_for(bundle),
             ).remote(Setup(env, share, cfg.ranks.threads, cfg.ranks.pin, addresses))
             self._actors.append(actor)
-        actors = list(self._actors)
-        found = _get([actor.whereabouts.remote() for actor in actors], cfg.ray.start_timeout_s, "rank processes")
-        order = in_order(found)
-        self.whereabouts = [found[i] for i in order]
-        self._ranks = [actors[i] for i in order]
-        check_devices(self.whereabouts, cfg.ranks.gpus)
-        for rank, where in enumerate(self.whereabouts):
-            if self._on_log is not None:
-                self._on_log(rank, logging.INFO, f"on {where}")
-
-    def _launch(self, router_endpoint: str, keys: RankKeys) -> None:
-        cfg = self._config
-        timeout_s = cfg.ray.start_timeout_s
-        endpoints = self._endpoints()
-        places = {"the router": _split(router_endpoint)}
-        rendezvous: Rendezvous | None = None
-        if cfg.dp > 1:
-            opened = self._ranks[0].open_rendezvous.remote(endpoints[0].address, timeout_s)
-            [rendezvous] = _get([opened], timeout_s, "rank 0's rendezvous")
-            places["rank 0"] = (rendezvous.host, rendezvous.port)
-        self._check_reach(places, endpoints)
-        specs = [
-            RankSpec(
-                rank=rank,
-                world_size=cfg.dp,
-                epoch=self._epoch,
-                router_endpoint=router_endpoint,
-                keys=keys,
-                model_dir=str(self._model_dir),
-                engine=cfg.engine,
-                vote=cfg.vote,
-                experts=cfg.experts,
-                start_timeout_s=timeout_s,
-                threads=where.threads,
-                host=endpoint.address,
-                gpu=",".join(where.devices),
-                chaos=cfg.chaos.enabled,
-            )
-            for rank, (where, endpoint) in enumerate(zip(self.whereabouts, endpoints, strict=True))
-        ]
-        self._runs = [
-            actor.run.remote(spec, rendezvous, endpoint)
-            for actor, spec, endpoint in zip(self._ranks, specs, endpoints, strict=True)
-        ]
+        return list(self._actors)
 
     def _endpoints(self) -> list[Endpoint]:
         """What each rank binds to: loopback if they are all on one node."""
@@ -186,10 +186,10 @@ class Gang:
             raise DeploymentFailed(str(error)) from None
         return [chosen[where.node_ip] for where in self.whereabouts]
 
-    def _check_reach(self, places: dict[str, tuple[str, int]], endpoints: Sequence[Endpoint]) -> None:
+    async def _check_reach(self, places: dict[str, tuple[str, int]], endpoints: Sequence[Endpoint]) -> None:
         """What cannot be reached is said now, by whom, instead of at the end of a time-out that nobody explains."""
         asked = [actor.unreachable.remote(places, REACH_S) for actor in self._ranks]
-        answers = _get(asked, self._config.ray.start_timeout_s, "ranks")
+        answers = await _get(asked, self._config.ray.start_timeout_s, "ranks")
         faults = [
             f"rank {rank} (node {where.node_ip}, {endpoint.interface} {endpoint.address}) cannot reach "
             + "; ".join(missed)
@@ -247,10 +247,12 @@ def _split(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _get(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+async def _get(refs: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+    """Results of actors. Holds no thread, since many gangs may wait for long. Raises DeploymentFailed."""
+    answers = asyncio.gather(*(asyncio.wrap_future(ref.future()) for ref in refs))
     try:
-        return ray.get(list(refs), timeout=timeout_s)
-    except GetTimeoutError:
+        return await asyncio.wait_for(answers, timeout_s)
+    except TimeoutError:
         raise DeploymentFailed(f"{what} did not come up within {timeout_s:g} s") from None
     except RayError as error:
         raise DeploymentFailed(f"{what} did not come up: {one_line(error)}") from None

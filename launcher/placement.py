@@ -98,7 +98,7 @@ class Placement:
                 await asyncio.to_thread(remove_placement_group, group)
 
     async def _wants_one_node(self) -> bool:
-        """PACK fills up nodes one after the other, and so tears gangs apart that would fit on a node that is empty."""
+        """PACK begins with the node that has most to spare, which may tear apart a gang that fits on another one."""
         cfg = self._config
         if cfg.ray.strategy != "PACK" or cfg.dp == 1 or cfg.ray.address is None:
             return False
@@ -121,9 +121,9 @@ class Placement:
     def _state(self) -> str:
         """Ray's word for the group; it may be behind with its word for a group that has just lost a node."""
         table = placement_group_table(self._group)
-        if table["state"] == "CREATED" and not set(table["bundles_to_node_id"].values()) <= set(_alive_nodes()):
+        if table.get("state") == "CREATED" and not set(table["bundles_to_node_id"].values()) <= set(_alive_nodes()):
             return "RESCHEDULING"
-        return table["state"]
+        return table.get("state", "REMOVED")
 
     def _nodes_by_gang(self) -> dict[int, list[str]]:
         prefix = _names_of_launch()

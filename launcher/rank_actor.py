@@ -20,6 +20,7 @@ from launcher.interfaces import Endpoint, list_interfaces
 from launcher.processes import this_process
 from launcher.whereabouts import Whereabouts
 
+LEAVE_S = 30.0  # after the end of `run`, for its outcome to travel; a host that is cut off must not keep the memory
 _PR_SET_PDEATHSIG = 1
 
 if TYPE_CHECKING:
@@ -112,7 +113,12 @@ class RankActor:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = endpoint.interface
         if rendezvous is not None and self._store is None:
             self._store = join_store(rendezvous.host, rendezvous.port, spec.start_timeout_s)
-        run_rank(spec, self._store)
+        try:
+            run_rank(spec, self._store)
+        finally:
+            leaving = threading.Timer(LEAVE_S, os._exit, (1,))
+            leaving.daemon = True
+            leaving.start()
 
 
 def _import(module: str) -> None:

@@ -32,11 +32,9 @@ class RayCluster:
 
         quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
         common: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20}
-        self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args=common | {"include_dashboard": False, "_system_config": quick, "resources": {"head": 2}},
-        )
-        self.gpu_node = self._cluster.add_node(wait=False, num_gpus=2, resources={"slot": 2}, **common)
+        head = {"include_dashboard": False, "_system_config": quick, "resources": {"head": 2, "slot": 100}}
+        self._cluster = Cluster(initialize_head=True, head_node_args=common | head)
+        self.gpu_node = self._cluster.add_node(wait=False, num_gpus=2, resources={"far": 2, "slot": 3}, **common)
         self.last = self._cluster.add_node(wait=False, **common)
         self._cluster.wait_for_nodes()
         self.address: str = self._cluster.address

@@ -90,31 +90,48 @@ def test_strict_spread_has_a_node_for_each_rank_in_their_order(cluster: RayClust
 
 def test_spread_orders_ranks_by_node(cluster: RayCluster) -> None:
     async def look() -> list[str]:
-        async with placed(config(cluster, "dp=6", "ray.strategy=SPREAD")) as gang:
+        async with placed(config(cluster, "dp=4", "ray.strategy=SPREAD")) as gang:
             return nodes_of(gang)
 
     nodes = asyncio.run(look())
     assert len(set(nodes)) == 3 and nodes == sorted(nodes)
 
 
-def test_gangs_that_fit_on_a_node_are_not_torn_apart(cluster: RayCluster) -> None:
-    """With a CPU taken on one node, PACK alone would fill that node first."""
-    cfg = config(cluster, "dp=2", "replicas=2")
+def test_a_gang_that_fits_on_a_node_is_not_torn_apart(cluster: RayCluster) -> None:
+    """Ray's PACK begins with the node that has most to spare, here the head, which has CPUs for two of the three."""
+    settings = ("dp=3", "ranks.cpus=0.5", "ranks.resources.slot=1")
 
-    async def look() -> tuple[list[str], list[str], list[tuple[int, ...]]]:
-        single = placed(config(cluster, "dp=1"), replica=2)
-        async with single, placed(cfg, replica=0) as one, placed(cfg, replica=1) as two:
-            return nodes_of(one), nodes_of(two), [where.cores for where in one.whereabouts]
+    async def look() -> list[str]:
+        single = placed(config(cluster, "dp=1", "ranks.resources.head=1"), replica=1)
+        async with single, placed(config(cluster, *settings)) as gang:
+            return nodes_of(gang)
 
-    one, two, cores = asyncio.run(look())
-    assert len(set(one)) == len(set(two)) == 1 and one[0] != two[0]
-    if len(os.sched_getaffinity(0)) > 1:
-        assert cores[0] and not set(cores[0]) & set(cores[1])
+    assert asyncio.run(look()) == [cluster.gpu_node.node_id] * 3
+
+
+def test_gangs_side_by_side_share_nodes_and_cores(cluster: RayCluster) -> None:
+    cfg = config(cluster, "dp=1", "replicas=2", "ranks.resources.far=1")
+
+    async def look() -> list[tuple[int, ...]]:
+        one, two = Placement(cfg, 0), Placement(cfg, 1)
+        try:
+            await one.reserve()
+            await two.reserve()
+            async with life(cfg, "", one) as first, life(cfg, "", two) as second:
+                return [first.whereabouts[0].cores, second.whereabouts[0].cores]
+        finally:
+            await one.release()
+            await two.release()
+
+    cores = asyncio.run(look())
+    allowed = len(os.sched_getaffinity(0))
+    assert not set(cores[0]) & set(cores[1])
+    assert len(cores[0] + cores[1]) == (allowed if allowed > 1 else 0)
 
 
 def test_ranks_get_their_devices_in_order(cluster: RayCluster) -> None:
     async def look() -> Gang:
-        async with placed(config(cluster, "dp=2", "ranks.gpus=1", "ranks.resources.slot=1")) as gang:
+        async with placed(config(cluster, "dp=2", "ranks.gpus=1", "ranks.resources.far=1")) as gang:
             return gang
 
     gang = asyncio.run(look())
@@ -160,31 +177,34 @@ def test_every_end_of_a_rank_is_the_gangs(cluster: RayCluster, script: str, rank
     assert len(end.ends) == (2 if "notice" in script else 1)
 
 
-def test_a_stopped_rank_is_ended_and_its_place_used_again(cluster: RayCluster) -> None:
-    """On a node that is not the launcher's, where only Ray can get at it."""
-    cfg = config(cluster, "ranks.resources.slot=1")
+def test_stopped_ranks_are_ended_and_the_next_life_waits_in_their_place(cluster: RayCluster) -> None:
+    """On a node that is full, and not the launcher's, so that only Ray can get at it."""
+    cfg = config(cluster, "ranks.resources.far=1")
 
-    async def lives() -> tuple[list[int], float, list[str], list[str]]:
+    async def lives() -> tuple[list[int], float, GangEnd]:
         placement = Placement(cfg, 0)
         await placement.reserve()
         try:
-            async with life(cfg, "wait,wait", placement) as first:
-                await launch(first)
-                pids = [where.pid for where in first.whereabouts]
+            first = life(cfg, "wait,wait", placement)
+            async with first as one, life(cfg, "wait,leave", placement, epoch=2) as two:
+                await launch(one)
+                assert await two.waits() and nodes_of(one) == nodes_of(two)
+                pids = [where.pid for where in one.whereabouts]
                 for pid in pids:
                     os.kill(pid, signal.SIGSTOP)
+                assert not await one.waits()
                 began = time.monotonic()
-                await first.kill()
+                await one.kill()
                 took = time.monotonic() - began
-                await first.kill()
-            await placement.reserve()
-            async with life(cfg, "wait,wait", placement, epoch=2) as second:
-                return pids, took, nodes_of(first), nodes_of(second)
+                await one.kill()  # once more changes nothing
+                await placement.reserve()
+                await launch(two)
+                return pids, took, await asyncio.wait_for(two.wait_end(), 60)
         finally:
             await placement.release()
 
-    pids, took, before, after = asyncio.run(lives())
-    assert took < 10 and before == after
+    pids, took, end = asyncio.run(lives())
+    assert took < 10 and end.reason == "rank 1 left unasked"
     wait_until(lambda: not any(running(pid) for pid in pids), 20, f"gone: {pids}")
 
 
@@ -258,7 +278,7 @@ def test_a_lost_node_ends_the_gang_and_the_next_life_is_elsewhere(cluster: RayCl
     cfg = config(cluster, "ray.strategy=STRICT_SPREAD", "ranks.cpus=2")  # two whole nodes
 
     async def lives() -> tuple[GangEnd, list[str], list[str], int]:
-        holder = Placement(config(cluster, "dp=1", "ranks.cpus=2", "ranks.resources.slot=1"), 1)
+        holder = Placement(config(cluster, "dp=1", "ranks.cpus=2", "ranks.resources.far=1"), 1)
         await holder.reserve()  # leaves the head and the last node
         placement = Placement(cfg, 0)
         await placement.reserve()

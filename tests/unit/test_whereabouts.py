@@ -1,14 +1,18 @@
 """Order of ranks, their devices, shares of nodes, and what travels to them."""
 
+from pathlib import Path
+
 import pytest
 
-from launcher.config import ConfigError, load_config
+from launcher.config import DECIDED_VARIABLES, ConfigError, load_config
 from launcher.cores import Share
 from launcher.errors import DeploymentFailed
 from launcher.placement import bundle_of, fits_one_node, shares_of
 from launcher.processes import ProcessId
-from launcher.rank_environment import travelling
+from launcher.rank_environment import SECRET, TRAVELLING, travelling
 from launcher.whereabouts import Whereabouts, check_devices, in_order
+
+OF_MASTER_ADDR = ["MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]  # its kin
 
 
 def at(node_ip: str, *devices: str, node_id: str = "", cores: tuple[int, ...] = ()) -> Whereabouts:
@@ -70,6 +74,11 @@ def test_what_travels() -> None:
     assert travelling(environ, {}) == by_prefix
     named = {"HF_TOKEN": None, "MINE": None, "GIVEN": "x", "NCCL_DEBUG": "WARN", "NOT_SET": None}
     assert travelling(environ, named) == by_prefix | {"HF_TOKEN": "t", "MINE": "m", "GIVEN": "x", "NCCL_DEBUG": "WARN"}
+
+
+def test_the_docs_say_what_travels() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "placement.md").read_text()
+    assert [name for name in (*TRAVELLING, *SECRET, *DECIDED_VARIABLES) if name not in page] == OF_MASTER_ADDR
 
 
 @pytest.mark.parametrize(
