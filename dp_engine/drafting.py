@@ -1,6 +1,7 @@
 """How many tokens of each sequence are guessed in a step, and by whom."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,14 +13,15 @@ from dp_engine.ledger import Ledgers, Step
 Proposer = Callable[[Ledgers, np.ndarray, np.ndarray], np.ndarray]
 
 
-def look_up(config: EngineConfig) -> Proposer:
-    """Prompt lookup with the configured runs of tokens."""
+@dataclass(frozen=True)
+class PromptLookup:
+    """A proposer that looks up the last tokens in what was said before."""
 
-    def proposer(ledgers: Ledgers, rows: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        lengths = ledgers.length[rows]
-        return propose(ledgers.tokens, rows, lengths, limits, config.draft_ngram_max, config.draft_ngram_min)
+    ngram_max: int
+    ngram_min: int
 
-    return proposer
+    def __call__(self, ledgers: Ledgers, rows: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        return propose(ledgers.tokens, rows, ledgers.length[rows], limits, self.ngram_max, self.ngram_min)
 
 
 def draft_limits(config: EngineConfig, ledgers: Ledgers, rows: np.ndarray, spare: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from dp_engine.batch import Batch
 from dp_engine.binding import advance, constrain
 from dp_engine.blocks import Admission
 from dp_engine.config import EngineConfig
-from dp_engine.drafting import Proposer, fix_drafts, look_up
+from dp_engine.drafting import PromptLookup, Proposer, fix_drafts
 from dp_engine.forks import Branches, common_prefix
 from dp_engine.grammar import Matcher
 from dp_engine.ledger import Step
@@ -60,7 +60,7 @@ class Scheduler(ABC):
         self.running = NO_ROWS
         self.waiting: FifoQueue | PriorityQueue = PriorityQueue() if config.order == "priority" else FifoQueue()
         self.prompted: deque[Sequence] = deque()
-        self.propose: Proposer = look_up(config)
+        self.propose: Proposer = PromptLookup(config.draft_ngram_max, config.draft_ngram_min)
         self._config = config
         self._prompt_limit = prompt_limit(config, max_model_len)
         self._eos = sorted(eos_token_ids)

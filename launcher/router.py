@@ -324,17 +324,18 @@ class Router:
 
     def _on_output(self, rank: int, output: Output) -> None:
         """Tokens of requests that have ended here meanwhile (aborted) are dropped."""
-        if len(output.request_ids) != len(output.tokens):
+        logprobs = [None] * len(output.tokens) if output.logprobs is None else output.logprobs
+        if not len(output.request_ids) == len(output.tokens) == len(logprobs):
             self.bad_messages += 1
             return
         self.last_output_at = time.monotonic()
         if output.report is not None:
             self.reports[rank] = output.report
         tickets, progress = self._tickets, self.books.progress
-        for request_id, token in zip(output.request_ids, output.tokens, strict=True):
+        for request_id, token, logprob in zip(output.request_ids, output.tokens, logprobs, strict=True):
             ticket = tickets.get(request_id)
             if ticket is not None and ticket.rank == rank:
-                ticket.push(token)
+                ticket.push(token, logprob)
                 progress(request_id)
         for request_id, reason in output.finished:
             ticket = tickets.get(request_id)

@@ -67,7 +67,18 @@ class Ticket:
     out together, so a slow consumer costs no more than a fast one. After the end everything further is ignored.
     """
 
-    __slots__ = ("_ended", "_error", "_finish_reason", "_posted", "_tokens", "inbox", "rank", "request_id", "sampling")
+    __slots__ = (
+        "_ended",
+        "_error",
+        "_finish_reason",
+        "_logprobs",
+        "_posted",
+        "_tokens",
+        "inbox",
+        "rank",
+        "request_id",
+        "sampling",
+    )
 
     def __init__(self, request_id: int, rank: int, sampling: Sampling, inbox: Inbox | None = None) -> None:
         self.request_id = request_id
@@ -75,6 +86,7 @@ class Ticket:
         self.sampling = sampling
         self.inbox = inbox or Inbox()
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._finish_reason: str | None = None
         self._error: Exception | None = None
         self._posted = False
@@ -85,9 +97,11 @@ class Ticket:
         """Whether more may still arrive."""
         return self._finish_reason is None and self._error is None
 
-    def push(self, token: int) -> None:
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         if self.open:
             self._tokens.append(token)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
             self._post()
 
     def finish(self, reason: str) -> None:
@@ -115,8 +129,9 @@ class Ticket:
             self._ended = True
             raise self._error
         tokens, self._tokens = self._tokens, []
+        logprobs, self._logprobs = self._logprobs, []
         self._ended = self._finish_reason is not None
-        return Delta(tokens, self._finish_reason)
+        return Delta(tokens, self._finish_reason, logprobs)
 
     def __aiter__(self) -> Self:
         return self
