@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import llguidance.numpy
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
 
 from dp_engine.messages import Grammar
 
@@ -42,9 +42,11 @@ class Matcher:
 
     def take(self, tokens: Sequence[int]) -> int:
         """Go on by the tokens that are allowed; how many these are. `failed` if not all."""
-        taken = 0 if self._parser.is_error() else self._parser.try_consume_tokens(list(tokens))
-        self.failed |= taken < len(tokens)
-        return taken
+        for taken, token in enumerate(tokens):
+            if not self._parser.consume_token(token):
+                self.failed = True
+                return taken
+        return len(tokens)
 
     def fitting(self, drafts: Sequence[int]) -> int:
         """How many drafts, from the first on, are allowed; none that ends the output."""
@@ -133,6 +135,8 @@ def _source(grammar: Grammar) -> str:
                 return LLMatcher.grammar_from_json_schema(grammar.text, defaults=_JSON_OPTIONS)
             case "json_object":
                 return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_OPTIONS)
+            case "regex":  # of digits only 0 to 9 are meant
+                return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'd')}/")
             case _:
                 return grammar_from(grammar.kind, grammar.text)
     except (ValueError, RecursionError) as error:

@@ -59,17 +59,16 @@ class GrammarChecker:
             raise GrammarError(wrong)
 
     def _ask(self, grammar: Grammar) -> str:
+        """Raises GrammarError for what may go better another time."""
         child = self._child or self._start()
         try:
-            answer = _exchange(child, _encode(grammar), COMPILE_S)
+            return _exchange(child, _encode(grammar), COMPILE_S)
         except TimeoutError:
-            answer = f"it takes more than {COMPILE_S:g} s to compile"
+            self._end(child)
+            raise GrammarError(f"it takes more than {COMPILE_S:g} s to compile") from None
         except EOFError:
-            answer = "it is too large to compile"
-        else:
-            return answer
-        self._end(child)
-        return answer
+            self._end(child)
+            raise GrammarError("the process that compiles it has ended; it may be too large") from None
 
     def _start(self) -> subprocess.Popen[bytes]:
         root = str(Path(__file__).resolve().parents[1])

@@ -207,11 +207,12 @@ class Service:
         if params.grammar is None:
             return
         if params.ignore_eos:
-            raise RequestError("an output that is bound to a form ends where the form does", "ignore_eos")
+            message = "not possible for an output that is bound to a form: it ends where the form does"
+            raise RequestError(f"`ignore_eos`: {message}", "ignore_eos", "invalid_value")
         try:
             await self._grammars.check(params.grammar)
         except GrammarError as error:
-            raise RequestError(f"this form cannot be used: {error}", grammar_param) from None
+            raise RequestError(f"this form cannot be used: {error}", grammar_param, "invalid_value") from None
 
     def start(self, prompts: Sequence[list[int]], params: Params, n: int = 1) -> Job:
         """Submit `n` choices for every prompt; choice k of prompt p has index p * n + k. One rank has all of a prompt.

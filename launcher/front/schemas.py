@@ -186,16 +186,14 @@ class ChatRequest(_GenerationRequest):
     @classmethod
     def _beside_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise ValueError("is only possible with `logprobs`")
+            raise ValueError("only possible with `logprobs`")
         return value
 
     @field_validator("response_format")
     @classmethod
-    def _instead_of_structured_outputs(
-        cls, value: ResponseFormat | None, info: ValidationInfo
-    ) -> ResponseFormat | None:
+    def _alone(cls, value: ResponseFormat | None, info: ValidationInfo) -> ResponseFormat | None:
         if value is not None and value.grammar() is not None and info.data.get("structured_outputs") is not None:
-            raise ValueError("and `structured_outputs` exclude each other")
+            raise ValueError("not possible together with `structured_outputs`")
         return value
 
     def _format_grammar(self) -> Grammar | None:

@@ -55,8 +55,8 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's `structured_outputs`, of which exactly one is given. `json` is a schema or its text, `grammar` is in GBNF or
-    Lark syntax."""
+    """vLLM's `structured_outputs`, of which exactly one is given. `json` is a schema or its text, `grammar` is in GBNF
+    or Lark syntax."""
 
     json_: Annotated[str, BeforeValidator(_schema_or_text)] | None = Field(None, alias="json")
     regex: Characters | None = None
