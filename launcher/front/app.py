@@ -16,9 +16,10 @@ from launcher.front.auth import RequireKey
 from launcher.front.body import read_json
 from launcher.front.chaos import ChaosDesk
 from launcher.front.errors import SERVICE_ERRORS, ApiError, on_disconnect, on_http_error, on_service_error, to_api_error
+from launcher.front.logprobs import Spell
 from launcher.front.replies import ChatRenderer, CompletionRenderer, Renderer
 from launcher.front.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from launcher.service import Service
+from launcher.service import Params, Service
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +35,32 @@ class Front:
     async def completions(self, request: Request) -> Response:
         body = parse_completion(await read_json(request, self._max_body))
         self._check_model(body.model)
+        params = body.params()
+        await self._service.check(params, body.grammar_param)
         prompts = [
             self._service.prompt_from_text(prompt) if isinstance(prompt, str) else self._service.prompt_from_ids(prompt)
             for prompt in body.prompt
         ]
-        return self._answer(body, prompts, CompletionRenderer(body.model, body.n or 1, body.include_usage))
+        renderer = CompletionRenderer(body.model, body.n or 1, body.include_usage, self._spell(params))
+        return self._answer(body, params, prompts, renderer)
 
     async def chat(self, request: Request) -> Response:
         body = parse_chat(await read_json(request, self._max_body))
         self._check_model(body.model)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        params = body.params()
+        await self._service.check(params, body.grammar_param)
         prompt = self._service.prompt_from_chat(messages)
-        return self._answer(body, [prompt], ChatRenderer(body.model, body.n or 1, body.include_usage))
+        renderer = ChatRenderer(body.model, body.n or 1, body.include_usage, self._spell(params))
+        return self._answer(body, params, [prompt], renderer)
+
+    def _spell(self, params: Params) -> Spell | None:
+        return None if params.logprobs is None else self._service.text.token_bytes
 
     def _answer(
-        self, body: CompletionRequest | ChatRequest, prompts: list[list[int]], renderer: Renderer
+        self, body: CompletionRequest | ChatRequest, params: Params, prompts: list[list[int]], renderer: Renderer
     ) -> WholeAnswer | EventStream:
-        job = self._service.start(prompts, body.params(), renderer.n)
+        job = self._service.start(prompts, params, renderer.n)
         return EventStream(job, renderer) if body.stream else WholeAnswer(job, renderer)
 
     def _check_model(self, name: str) -> None:
