@@ -3,8 +3,9 @@
 import numpy as np
 
 from dp_engine.config import EngineConfig
+from dp_engine.grammar import Matcher
 from dp_engine.ledger import blocks_for
-from dp_engine.messages import Add
+from dp_engine.messages import Add, Sampling
 from dp_engine.sequence import Sequence
 
 
@@ -12,8 +13,11 @@ class Refused(ValueError):
     """A request this rank can never run; the message says why."""
 
 
-def read_request(request: Add, config: EngineConfig, max_model_len: int, num_blocks: int) -> Sequence:
-    """The sequence of a request. `num_blocks`: blocks of the rank, without the null block. Raises Refused.
+def read_request(
+    request: Add, config: EngineConfig, max_model_len: int, num_blocks: int, matcher: Matcher | None = None
+) -> Sequence:
+    """The sequence of a request. `num_blocks`: blocks of the rank, without the null block; `matcher`: of its grammar,
+    where the tokens emitted so far have led. Raises Refused.
 
     With `refusal` at_prefill only what makes no sense at all is refused; the rest is ignored when its turn comes.
     """
@@ -24,6 +28,7 @@ def read_request(request: Add, config: EngineConfig, max_model_len: int, num_blo
     if prompt_len < 1:
         raise Refused("the prompt is empty")
     _check_marks(request, config)
+    _check_grammar(request.sampling, matcher)
     if not late:
         _check_length(length, stop_len, request.sampling.max_tokens, config, max_model_len)
         needed = int(blocks_for(stop_len, config.block_size))
@@ -37,11 +42,12 @@ def read_request(request: Add, config: EngineConfig, max_model_len: int, num_blo
         sampling=request.sampling,
         priority=request.priority,
         schedulable=request.schedulable,
-        structured=request.structured,
+        structured=request.structured or request.sampling.grammar is not None,
         stop_token_ids=frozenset(request.sampling.stop_token_ids),
         checkpoints=request.chunk_checkpoints,
         spans=request.spans,
         salt=request.cache_salt,
+        matcher=matcher,
     )
 
 
@@ -71,6 +77,13 @@ def _check_length(length: int, stop_len: int, max_tokens: int, config: EngineCon
     limit = config.prefill_max_sum_seqlen_k
     if limit is not None and config.policy == "phased" and stop_len > limit:
         raise Refused(f"{stop_len} tokens exceed prefill_max_sum_seqlen_k ({limit})")
+
+
+def _check_grammar(sampling: Sampling, matcher: Matcher | None) -> None:
+    if sampling.grammar is not None and matcher is None:
+        raise Refused("this rank has no grammars")
+    if sampling.grammar is not None and sampling.ignore_eos:
+        raise Refused("ignore_eos and a grammar exclude each other: the end of the grammar is the end of the output")
 
 
 def _check_marks(request: Add, config: EngineConfig) -> None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dp_engine.messages import TokenLogprobs
 from vote.decision import StepType
 
 
@@ -21,6 +22,26 @@ class SamplingBatch:
     top_k: np.ndarray
     seed: np.ndarray
     position: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """What grammars allow.
+
+    rows: int64 [M], rising, the outputs that are bound (of the sum(1 + num_drafts) of a `Batch`); allowed: int32
+    [M, W], a bit per token, the least significant first.
+    """
+
+    rows: np.ndarray
+    allowed: np.ndarray
+
+
+class Drawn(NamedTuple):
+    """What a step gave: the tokens of a `Batch`, int64 [sum(1 + num_drafts)], and log-probabilities by place in it;
+    None if nobody wanted any."""
+
+    tokens: np.ndarray
+    logprobs: dict[int, TokenLogprobs] | None = None
 
 
 class StepStats(NamedTuple):
@@ -44,6 +65,8 @@ class Batch:
     block_copies: int64 [C, 2], blocks to copy (source, destination) before anything is written.
     num_cached_tokens: prompt tokens of sequences that start here whose KV was found in the prefix cache.
     state_slots: int32 [B], state area of each sequence, 0 without; state_copies: int64 [S, 2], like block_copies.
+    logprobs: int32 [B], likeliest tokens wanted of each sequence beside its own, -1: no log-probabilities; None: nobody
+    wants any. masks: None: no grammar binds anybody.
 
     Every sequence yields 1 + num_drafts[i] tokens, drawn at its last 1 + num_drafts[i] query positions, whatever they
     are good for; a result is these tokens of all sequences in order, int64 [sum(1 + num_drafts)].
@@ -62,6 +85,8 @@ class Batch:
     state_copies: np.ndarray
     sampling: SamplingBatch
     num_cached_tokens: int = 0
+    logprobs: np.ndarray | None = None
+    masks: TokenMasks | None = None
 
     def __len__(self) -> int:
         return len(self.seqlens_q)

@@ -101,12 +101,14 @@ class StopStrings:
 
 
 class Detokenizer:
-    """Text of one answer: incremental decoding, then stop strings. `num_tokens` counts tokens up to the stop."""
+    """Text of one answer: incremental decoding, then stop strings. `num_tokens` counts tokens up to the stop,
+    `num_characters` those that are decoded, given out or not."""
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
         self._decoder = IncrementalDecoder(decode, prompt_ids)
         self._stop = StopStrings(stop) if stop else None
         self.num_tokens = 0
+        self.num_characters = 0
 
     @property
     def stopped(self) -> bool:
@@ -117,14 +119,19 @@ class Detokenizer:
         """Append tokens and return the text that is certain now."""
         if self._stop is None:
             self.num_tokens += len(ids)
-            return self._decoder.push(ids)
+            return self._decode(ids)
         pieces = []
         for token in ids:
             if self.stopped:
                 break
             self.num_tokens += 1
-            pieces.append(self._stop.push(self._decoder.push([token])))
+            pieces.append(self._stop.push(self._decode([token])))
         return "".join(pieces)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = self._decoder.push(ids)
+        self.num_characters += len(text)
+        return text
 
     def flush(self) -> str:
         """The sequence has ended: return the rest of the text."""

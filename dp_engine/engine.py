@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from dp_engine.admission import Refused
 from dp_engine.batch import Batch, StepStats
 from dp_engine.chaos import Chaos
+from dp_engine.compiler import GrammarCompiler
+from dp_engine.grammar import GrammarError, Matcher
 from dp_engine.link import Link
 from dp_engine.messages import (
     BALLOT_BUCKETS_S,
@@ -88,8 +90,10 @@ class Engine:
         overlap: bool,
         ring: Ring | None = None,
         chaos: Chaos | None = None,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
-        """`ring`: where this thread's ballots are noted, and its sleep. `chaos`: None refuses all faults."""
+        """`ring`: where this thread's ballots are noted, and its sleep. `chaos`: None refuses all faults. `compiler`:
+        of grammars; None: requests that have one are refused."""
         self._link = link
         self._protocol = protocol
         self._scheduler = scheduler
@@ -100,6 +104,7 @@ class Engine:
         self._ring = ring or Recorder(0, 1).control
         self._chaos = chaos
         self._refused = 0  # faults
+        self._compiler = compiler
         self._step: int | None = None  # number of the step in flight
         self._reported_at = 0.0
 
@@ -114,6 +119,8 @@ class Engine:
         """Take in what the router has sent."""
         for message in self._link.drain():
             self._receive(message)
+        if self._compiler is not None:
+            self._take_compiled(self._compiler)
 
     def step(self) -> bool:
         """One vote and what follows from it, with work here or without. False: all ranks were asked to stop."""
@@ -152,10 +159,10 @@ class Engine:
             return None
         step, self._step = self._step, None
         try:
-            tokens = self._worker.result()
+            drawn = self._worker.result()
         except CollectiveFailed as error:
             self._protocol.broken(error, str(error), step)
-        output = self._scheduler.settle(tokens)
+        output = self._scheduler.settle(*drawn)
         self._counters.count_output(output)
         return step, output
 
@@ -169,7 +176,7 @@ class Engine:
             self._reported_at = now
             report = self._report()
         if output.request_ids or output.finished or report:
-            self._link.send(Output(step, output.request_ids, output.tokens, output.finished, report))
+            self._link.send(Output(step, output.request_ids, output.tokens, output.finished, report, output.logprobs))
 
     def _sleep(self) -> None:
         """All ranks agreed that nobody has work: block until the next message. No collective, no timer."""
@@ -180,21 +187,39 @@ class Engine:
         self._link.wait()
         self._ring.leave(entry)
 
+    def _add(self, request: Add, matcher: Matcher | None = None) -> None:
+        try:
+            if request.sampling.grammar is not None and matcher is None and self._compiler is not None:
+                if not request.schedulable:
+                    raise Refused("a request with a grammar is held by the rank itself: schedulable has to be true")
+                self._compiler.submit(request)
+                return
+            self._scheduler.add(request, matcher)
+        except Refused as error:
+            self._link.send(Rejected(request.request_id, str(error)))
+
+    def _take_compiled(self, compiler: GrammarCompiler) -> None:
+        """Requests whose grammar is compiled go where others go at once. While one is not, the gang stays awake."""
+        for request, outcome in compiler.finished():
+            if isinstance(outcome, GrammarError):
+                self._link.send(Rejected(request.request_id, f"its grammar cannot be used: {outcome}"))
+            else:
+                self._add(request, outcome)
+        self._scheduler.preparing = compiler.pending
+
     def _receive(self, message: ToRank) -> None:
         match message:
             case Add():
                 self._scheduler.wake = max(self._scheduler.wake, message.wake)
                 if self._chaos is not None:
                     self._chaos.taste(message)
-                try:
-                    self._scheduler.add(message)
-                except Refused as error:
-                    self._link.send(Rejected(message.request_id, str(error)))
+                self._add(message)
             case Wake():
                 self._scheduler.wake = max(self._scheduler.wake, message.wake)
             case Abort():
                 for request_id in message.request_ids:
-                    self._scheduler.abort(request_id)
+                    if self._compiler is None or not self._compiler.cancel(request_id):
+                        self._scheduler.abort(request_id)
             case Ready():
                 self._scheduler.wake = max(self._scheduler.wake, message.wake)
                 self._scheduler.ready(message.request_id, message.error)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dp_engine.batch import Batch, SamplingBatch
+from dp_engine.batch import Batch, SamplingBatch, TokenMasks
 from dp_engine.blocks import NULL_BLOCK
+from dp_engine.grammar import Matcher
 from dp_engine.sequence import Sequence
 from vote.decision import StepType
 
@@ -69,6 +70,8 @@ class Ledgers:
             "seed": (np.uint64, ()),
             "ignore_eos": (np.bool_, ()),
             "has_stop_ids": (np.bool_, ()),
+            "logprobs": (np.int32, ()),  # as in `Batch`
+            "bound": (np.bool_, ()),  # to a grammar
             "tokens": (np.int32, (max_len + 1,)),  # untouched pages cost nothing
             "block_table": (np.int32, (self.max_blocks,)),
         }
@@ -87,10 +90,14 @@ class Ledgers:
         self.seed: np.ndarray
         self.ignore_eos: np.ndarray
         self.has_stop_ids: np.ndarray
+        self.logprobs: np.ndarray
+        self.bound: np.ndarray
         self.tokens: np.ndarray
         self.block_table: np.ndarray
         for name, (dtype, shape) in self._columns.items():
             setattr(self, name, np.zeros((rows, *shape), dtype))
+        self.num_bound = 0  # rows that are
+        self.num_logprobs = 0  # rows that want some
         self.owner: list[Sequence | None] = [None] * rows
         self._free = list(range(rows - 1, -1, -1))
 
@@ -116,6 +123,9 @@ class Ledgers:
         self.seed[row] = seq.sampling.seed
         self.ignore_eos[row] = seq.sampling.ignore_eos
         self.has_stop_ids[row] = bool(seq.stop_token_ids)
+        self.logprobs[row] = -1 if seq.sampling.logprobs is None else seq.sampling.logprobs
+        self.bound[row] = seq.matcher is not None
+        self._count(seq, 1)
         self.tokens[row, :length] = seq.tokens
         seq.row = row
         return row
@@ -126,8 +136,13 @@ class Ledgers:
         seq.tokens = self.tokens[row, : self.length[row]].copy()
         seq.row = -1
         self.owner[row] = None
+        self._count(seq, -1)
         self.cut_blocks(row, 0)
         self._free.append(row)
+
+    def _count(self, seq: Sequence, change: int) -> None:
+        self.num_bound += change * (seq.matcher is not None)
+        self.num_logprobs += change * (seq.sampling.logprobs is not None)
 
     def blocks_of(self, row: int) -> np.ndarray:
         return self.block_table[row, : self.num_blocks[row]]
@@ -149,7 +164,19 @@ class Ledgers:
         assert seq is not None
         return seq
 
-    def batch(self, step: Step, block_copies: np.ndarray, state_copies: np.ndarray, num_cached_tokens: int) -> Batch:
+    def matcher_of(self, row: int) -> Matcher:
+        matcher = self.seq_of(row).matcher
+        assert matcher is not None
+        return matcher
+
+    def batch(
+        self,
+        step: Step,
+        block_copies: np.ndarray,
+        state_copies: np.ndarray,
+        num_cached_tokens: int,
+        masks: TokenMasks | None = None,
+    ) -> Batch:
         """The next `seqlens_q[i]` tokens of each row of the step; their KV blocks are there already."""
         rows, seqlens_q, size = step.rows, step.seqlens_q, self._block_size
         computed = self.num_tokens[rows]
@@ -182,6 +209,8 @@ class Ledgers:
                 position=(seqlens_k - step.num_drafts).astype(np.int64),
             ),
             num_cached_tokens=num_cached_tokens,
+            logprobs=np.where(step.outputs, self.logprobs[rows], -1) if self.num_logprobs else None,
+            masks=masks,
         )
 
     def _grow(self) -> None:

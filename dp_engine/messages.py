@@ -22,11 +22,21 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages."""
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What a request's whole output has to be. `text`: a JSON schema, nothing (json_object: any JSON object), a regular
+    expression, a grammar in GBNF or Lark syntax, or a JSON list of strings.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "choice"]
+    text: str = ""
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How a request's tokens are drawn and when it ends.
 
     A token depends on the logits, `seed` and its position alone, so a preempted or resubmitted request repeats itself.
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch these off.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch these off. `logprobs`: how many of the likeliest tokens
+    are told beside each token, with its own log-probability; None: no log-probabilities.
     """
 
     max_tokens: int
@@ -36,10 +46,18 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+
+
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it: JSON has no infinity
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of a token's probability and of the likeliest tokens' (id, logprob), falling."""
+    """Natural logarithms of a token's probability and of the likeliest tokens' (id, logprob), falling.
+
+    Of the model's own distribution: before temperature, top_k, top_p and grammar. Never below LEAST_LOGPROB.
+    """
 
     logprob: float
     top: list[tuple[int, float]]

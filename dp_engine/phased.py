@@ -7,6 +7,7 @@ import numpy as np
 from dp_engine.blocks import Admission
 from dp_engine.chunk import Chunker
 from dp_engine.config import EngineConfig
+from dp_engine.drafting import draft_limits
 from dp_engine.ledger import Step
 from dp_engine.scheduler import NO_ROWS, Scheduler
 from dp_engine.sequence import Sequence, Status
@@ -208,7 +209,7 @@ class PhasedScheduler(Scheduler):
         """Drafts per row; upper bounds while a step is in flight."""
         if not self._config.num_draft_tokens:
             return np.zeros(len(rows), np.int32)
-        limits = self._draft_limits(rows, self._config.max_num_batched_tokens - len(rows))
+        limits = draft_limits(self._config, self.ledgers, rows, self._config.max_num_batched_tokens - len(rows))
         return limits if self._flying else self.propose(self.ledgers, rows, limits)
 
     def _blocks_needed(self, rows: np.ndarray, drafts: np.ndarray) -> np.ndarray:

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from dp_engine import messages
 from dp_engine.chaos import Chaos
 from dp_engine.checkpoint import CheckpointError
+from dp_engine.compiler import GrammarCompiler
 from dp_engine.engine import Engine, StepCounters
+from dp_engine.grammar import Vocabulary
 from dp_engine.kv_cache import num_blocks_for
 from dp_engine.link import SILENT_VOTES, Link, LinkHandler
 from dp_engine.model_config import ModelConfig, ModelConfigError
@@ -166,9 +168,11 @@ def _join(
         )
     )
     link.wait_welcome(spec.start_timeout_s)
+    compiler = GrammarCompiler(lambda: Vocabulary.load(Path(spec.model_dir), config.vocab_size, config.eos_token_ids))
     return Engine(
-        link, protocol, scheduler, worker, counters, mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control,
-        chaos=Chaos(link, scheduler) if spec.chaos else None,
+        link, protocol, scheduler, worker, counters,
+        mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control,
+        chaos=Chaos(link, scheduler) if spec.chaos else None, compiler=compiler,
     )  # fmt: skip
 
 

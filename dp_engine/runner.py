@@ -7,13 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dp_engine.batch import Batch, SamplingBatch
+from dp_engine.batch import Batch, Drawn, SamplingBatch
 from dp_engine.checkpoint import Checkpoint
 from dp_engine.config import EngineConfig
 from dp_engine.kv_cache import KVCache, num_blocks_for
+from dp_engine.logprobs import token_logprobs
 from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.models.mixtral import Mixtral, Step
-from dp_engine.sampler import per_output, sample
+from dp_engine.sampler import constrain, per_output, sample
 from ep.dispatch import Dispatcher
 from ep.placement import ExpertPlacement
 from kernels.attention import plan_attention
@@ -75,9 +76,9 @@ class ModelRunner:
         return self._model.dispatcher.num_collectives
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> np.ndarray:
-        """The next 1 + num_drafts[i] tokens of each sequence, int64 [sum(1 + num_drafts)]. Enters every collective of a
-        forward, also with an empty batch.
+    def run(self, batch: Batch) -> Drawn:
+        """The next 1 + num_drafts[i] tokens of each sequence. Enters every collective of a forward, also with an empty
+        batch.
 
         Raises CollectiveFailed when another rank does not take part, ValueError for a batch that copies state.
         """
@@ -85,7 +86,11 @@ class ModelRunner:
             raise ValueError(f"{self.model_config.model_type} keeps no state per sequence that could be copied")
         self._cache.copy_blocks(batch.block_copies)
         logits = self._model.forward(self._step(batch), self._cache)
-        return sample(logits, per_output(batch.sampling, batch.num_drafts))
+        allowed = logits if batch.masks is None else constrain(logits, batch.masks)
+        tokens = sample(allowed, per_output(batch.sampling, batch.num_drafts))
+        if batch.logprobs is None:
+            return Drawn(tokens)
+        return Drawn(tokens, token_logprobs(logits, tokens, np.repeat(batch.logprobs, batch.num_drafts + 1)))
 
     @torch.inference_mode()
     def warm_up(self) -> None:

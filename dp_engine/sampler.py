@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dp_engine.batch import SamplingBatch
+from dp_engine.batch import SamplingBatch, TokenMasks
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _CANDIDATES = 256  # a row whose top_k or top_p is not settled among so many best tokens is sorted whole
@@ -36,6 +36,15 @@ def greedy(logits: Tensor) -> Tensor:
     runs = logits.view(rows, -1, _ARGMAX_RUN)
     best_run = runs.amax(-1).argmax(-1)
     return best_run * _ARGMAX_RUN + runs[torch.arange(rows), best_run].argmax(-1)
+
+
+def constrain(logits: Tensor, masks: TokenMasks) -> Tensor:
+    """A copy of the logits [N, V] with minus infinity for what the masks do not allow."""
+    width = logits.shape[1]
+    bits = np.unpackbits(masks.allowed.view(np.uint8), axis=1, count=width, bitorder="little")
+    forbidden = torch.from_numpy(bits).to(logits.device) == 0
+    rows = torch.from_numpy(masks.rows).to(logits.device)
+    return logits.index_copy(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
 
 
 def sample(logits: Tensor, sampling: SamplingBatch) -> np.ndarray:

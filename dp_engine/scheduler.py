@@ -13,18 +13,20 @@ is put off until then, so preemption never sees a step in flight and decides as 
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
 from dp_engine.admission import Refused, prompt_limit, read_request
 from dp_engine.batch import Batch
+from dp_engine.binding import advance, constrain
 from dp_engine.blocks import Admission
 from dp_engine.config import EngineConfig
-from dp_engine.drafts import propose
+from dp_engine.drafting import PromptLookup, Proposer, fix_drafts
 from dp_engine.forks import Branches, common_prefix
-from dp_engine.ledger import Ledgers, Step
-from dp_engine.messages import Add, PauseMode
+from dp_engine.grammar import Matcher
+from dp_engine.ledger import Step
+from dp_engine.messages import Add, PauseMode, TokenLogprobs
 from dp_engine.output import Counters, StepOutput
 from dp_engine.resources import Resources
 from dp_engine.sequence import Sequence, Status
@@ -34,9 +36,6 @@ from vote.ballot import Facts
 from vote.decision import StepType
 
 NO_ROWS = np.zeros(0, np.int32)
-
-# Guesses for rows of the ledgers: (ledgers, rows, most per row) -> number per row, written behind each row's tokens.
-Proposer = Callable[[Ledgers, np.ndarray, np.ndarray], np.ndarray]
 
 
 class Scheduler(ABC):
@@ -56,11 +55,12 @@ class Scheduler(ABC):
         self.ledgers = self.resources.ledgers
         self.wake = wake  # last wake-up number seen; the rank's inbox writes it
         self.wants_stop = False
+        self.preparing = False  # requests are on their way to `add`; the rank's inbox writes this and wants_stop
         self.paused: PauseMode = "none"
         self.running = NO_ROWS
         self.waiting: FifoQueue | PriorityQueue = PriorityQueue() if config.order == "priority" else FifoQueue()
         self.prompted: deque[Sequence] = deque()
-        self.propose: Proposer = self._look_up
+        self.propose: Proposer = PromptLookup(config.draft_ngram_max, config.draft_ngram_min)
         self._config = config
         self._prompt_limit = prompt_limit(config, max_model_len)
         self._eos = sorted(eos_token_ids)
@@ -76,11 +76,12 @@ class Scheduler(ABC):
 
     # ---- requests
 
-    def add(self, request: Add) -> None:
-        """Queue a request. Raises Refused if it can never run here."""
+    def add(self, request: Add, matcher: Matcher | None = None) -> None:
+        """Queue a request. `matcher`: of its grammar, behind what has been emitted. Raises Refused if it can never run
+        here."""
         if request.request_id in self._by_id:
             raise Refused(f"request id {request.request_id} is in use")
-        seq = read_request(request, self._config, self.max_model_len, self.pool.capacity)
+        seq = read_request(request, self._config, self.max_model_len, self.pool.capacity, matcher)
         self._arrivals += 1
         seq.number, seq.arrival = self._arrivals, time.monotonic()
         parent = self._by_id.get(request.parent) if request.parent else None
@@ -93,6 +94,8 @@ class Scheduler(ABC):
             self._fork(parent, seq)
         else:
             self._branches.attach(parent, [seq])
+        if matcher is not None and matcher.failed:
+            self.abort(seq.request_id, Status.STRUCTURED_OUTPUT_FAILED)
 
     def abort(self, request_id: int, status: Status = Status.ABORTED) -> None:
         """Forget a request; unknown ids are ignored. O(1) for one that waits."""
@@ -159,20 +162,21 @@ class Scheduler(ABC):
         step, self._planned = self._planned, None
         assert step is not None, "plan comes first"
         if step.drafts_due:
-            self._fix_drafts(step)
+            fix_drafts(step, self.ledgers, self.propose, clip=self._config.clip_drafts)
+        masks = constrain(self.ledgers, step) if self.ledgers.num_bound else None
         self._in_flight = step
-        batch = self.ledgers.batch(step, *self.resources.take_copies(), self.resources.take_hits())
+        batch = self.ledgers.batch(step, *self.resources.take_copies(), self.resources.take_hits(), masks)
         self._issue(step)
         return batch
 
-    def settle(self, tokens: np.ndarray) -> StepOutput:
-        """Account for the step in flight. `tokens`: int64 [sum(1 + num_drafts)], as `Batch` says."""
+    def settle(self, tokens: np.ndarray, logprobs: dict[int, TokenLogprobs] | None = None) -> StepOutput:
+        """Account for the step in flight: what it has `Drawn`."""
         step, self._in_flight = self._in_flight, None
         assert step is not None and len(tokens) == len(step.rows) + int(step.num_drafts.sum())
         self.ledgers.inflight[step.rows] = 0
         self.resources.copies_made()
         dropped = self._release_deferred()
-        output = self._commit(step, tokens, dropped)
+        output = self._commit(step, tokens, logprobs, dropped)
         self._report_ended(output)
         return output
 
@@ -182,8 +186,9 @@ class Scheduler(ABC):
 
     # ---- for the policies
 
-    def _facts(self, *, running: int = 0, **votes: bool) -> Facts:
-        return Facts(running=running, wants_stop=self.wants_stop, wake=self.wake, **votes)
+    def _facts(self, *, unfinished: bool, running: int = 0, **votes: bool) -> Facts:
+        awake = unfinished or self.preparing
+        return Facts(running=running, unfinished=awake, wants_stop=self.wants_stop, wake=self.wake, **votes)
 
     @property
     def _flying(self) -> bool:
@@ -253,17 +258,6 @@ class Scheduler(ABC):
 
     def _fits(self, seq: Sequence) -> bool:
         return self._admission(seq) is Admission.OK
-
-    def _draft_limits(self, rows: np.ndarray, spare: int) -> np.ndarray:
-        """Most drafts per row, int32: none beyond a sequence's end, and `spare` in all."""
-        most = np.full(len(rows), self._config.num_draft_tokens, np.int32)
-        if self._config.clip_drafts:
-            led = self.ledgers
-            np.minimum(most, led.stop_len[rows] - led.length[rows] - 1, out=most)
-            np.maximum(most, 0, out=most)
-            before = np.cumsum(most) - most
-            np.minimum(most, np.maximum(spare - before, 0), out=most)
-        return most
 
     def _preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks: it ends, or is computed again from the head of `waiting`.
@@ -367,28 +361,17 @@ class Scheduler(ABC):
         led.num_tokens[step.rows] += step.seqlens_q
         led.inflight[step.rows] = (1 + step.num_drafts) * step.outputs  # none for a chunk
 
-    def _fix_drafts(self, step: Step) -> None:
-        """Guess, now that all tokens are committed, within what was reserved."""
-        step.drafts_due = False
-        led, most = self.ledgers, step.num_drafts
-        limits = most
-        if self._config.clip_drafts:
-            limits = np.clip(led.stop_len[step.rows] - led.length[step.rows] - 1, 0, most)
-        step.num_drafts = self.propose(led, step.rows, limits)
-        step.seqlens_q = step.seqlens_q + step.num_drafts - most
-
-    def _look_up(self, ledgers: Ledgers, rows: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        config = self._config
-        lengths = ledgers.length[rows]
-        return propose(ledgers.tokens, rows, lengths, limits, config.draft_ngram_max, config.draft_ngram_min)
-
-    def _commit(self, step: Step, tokens: np.ndarray, dropped: np.ndarray | None) -> StepOutput:
+    def _commit(
+        self, step: Step, tokens: np.ndarray, logprobs: dict[int, TokenLogprobs] | None, dropped: np.ndarray | None
+    ) -> StepOutput:
         """Append what the step's outputs are worth, name blocks, end sequences."""
         kept, alive = step.outputs, step.rows
         if dropped is not None:
             keep = ~np.isin(step.rows, dropped)
             kept, alive = kept & keep, alive[keep]
-        done = commit(self.ledgers, step, tokens, kept, self._eos)
+        done = commit(self.ledgers, step, tokens, kept, self._eos, traced=bool(logprobs))
+        if self.ledgers.num_bound:
+            advance(self.ledgers, done)
         self.counters.generated_tokens += len(done.tokens)
         self.counters.draft_tokens += done.num_drafts
         self.counters.accepted_draft_tokens += done.num_accepted
@@ -397,6 +380,8 @@ class Scheduler(ABC):
         if self._config.prefix_share == "computed":
             self.resources.name_blocks(alive, self.ledgers.num_tokens[alive])
         output = StepOutput(done.request_ids, done.tokens)
+        if logprobs and done.origins is not None:
+            output.logprobs = [logprobs.get(place) for place in done.origins.tolist()]
         if done.first.any():
             now = time.monotonic()
             output.first_token_s = [now - self.ledgers.seq_of(row).arrival for row in done.rows[done.first].tolist()]
@@ -412,7 +397,9 @@ class Scheduler(ABC):
         for row, by_token in zip(rows.tolist(), stopped.tolist(), strict=True):
             seq = self.ledgers.seq_of(row)
             at_end = self.ledgers.length[row] >= seq.stop_len
-            self._end(seq, Status.STOPPED if by_token else Status.LENGTH if at_end else Status.PREFILLED)
+            status = Status.STOPPED if by_token else Status.LENGTH if at_end else Status.PREFILLED
+            failed = seq.matcher is not None and seq.matcher.failed
+            self._end(seq, Status.STRUCTURED_OUTPUT_FAILED if failed else status)
             output.finished.append((seq.request_id, seq.status.reason))
 
     def _clear(self, rows: np.ndarray) -> None:

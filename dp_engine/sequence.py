@@ -5,6 +5,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from dp_engine.grammar import Matcher
 from dp_engine.messages import Sampling
 
 
@@ -53,6 +54,7 @@ class Sequence:
     stop_len: the length at which it ends with LENGTH.
     number: order of arrival at this rank; arrival: time.monotonic() of it.
     forked: its blocks and slot are another sequence's too, and the last block has to be copied before it is written.
+    matcher: where its committed output stands in its grammar, if one binds it.
     keys: names of its full blocks so far (dp_engine.prefix), of cache generation `keys_generation`.
     """
 
@@ -74,6 +76,7 @@ class Sequence:
     checkpoints: tuple[int, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
     salt: str = ""
+    matcher: Matcher | None = None
     keys: list[bytes] = field(default_factory=list)
     keys_generation: int = -1
 

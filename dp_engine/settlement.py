@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from dp_engine.ledger import Ledgers, Step
 class Committed:
     """What was committed, one entry per row whose output counts.
 
+    counts: its tokens. origins: of each token, its place in the step's result; None if nobody asked.
     stopped: the last token ends the sequence; ended: that, or the sequence has its full length; first: these tokens are
     the sequence's first ones.
     """
@@ -20,23 +22,41 @@ class Committed:
     rows: np.ndarray
     request_ids: list[int]  # of each token
     tokens: list[int]
+    counts: np.ndarray
+    origins: np.ndarray | None
     stopped: np.ndarray
     ended: np.ndarray
     first: np.ndarray
     num_drafts: int = 0
     num_accepted: int = 0
 
+    def drop(self, places: list[int]) -> None:
+        """Leave out some of the tokens, of sequences that end; the ledgers keep them."""
+        keep = np.ones(len(self.tokens), np.bool_)
+        keep[places] = False
+        self.request_ids = list(compress(self.request_ids, keep))
+        self.tokens = list(compress(self.tokens, keep))
+        self.origins = self.origins[keep] if self.origins is not None else None
 
-def commit(ledgers: Ledgers, step: Step, tokens: np.ndarray, kept: np.ndarray, eos: Seq[int]) -> Committed:
+
+def commit(
+    ledgers: Ledgers, step: Step, tokens: np.ndarray, kept: np.ndarray, eos: Seq[int], *, traced: bool = False
+) -> Committed:
     """Append to each row with `kept` what it gets of a step's flat result `tokens` (see `Batch`): the token drawn, and
-    with drafts the run of right ones before it. Nothing is appended behind a token that ends the sequence.
+    with drafts the run of right ones before it. Nothing is appended behind a token that ends the sequence. `traced`:
+    with the tokens' origins.
     """
     everyone = kept.all()
     rows = step.rows if everyone else step.rows[kept]
     if not step.num_drafts.any():
-        return _commit_one(ledgers, rows, tokens if everyone else tokens[kept], eos)
+        done = _commit_one(ledgers, rows, tokens if everyone else tokens[kept], eos)
+        done.origins = np.flatnonzero(kept) if traced else None
+        return done
     right = _right_drafts(ledgers, step, tokens)
     committed = _commit_run(ledgers, rows, _as_table(tokens, step.num_drafts)[kept], right[kept] + 1, eos)
+    if traced:
+        places = _as_table(np.arange(len(tokens)), step.num_drafts)[kept]
+        committed.origins = places[np.arange(places.shape[1]) < committed.counts[:, None]]
     committed.num_drafts, committed.num_accepted = int(step.num_drafts.sum()), int(right.sum())
     return committed
 
@@ -50,7 +70,9 @@ def _commit_one(ledgers: Ledgers, rows: np.ndarray, tokens: np.ndarray, eos: Seq
     ledgers.output_len[rows] = outputs
     stopped = _stops(ledgers, rows, tokens[:, None], eos)[:, 0]
     ended = stopped | (lengths >= ledgers.stop_len[rows])
-    return Committed(rows, ledgers.request_id[rows].tolist(), tokens.tolist(), stopped, ended, outputs == 1)
+    counts = np.ones(len(rows), np.int32)
+    request_ids = ledgers.request_id[rows].tolist()
+    return Committed(rows, request_ids, tokens.tolist(), counts, None, stopped, ended, outputs == 1)
 
 
 def _commit_run(ledgers: Ledgers, rows: np.ndarray, table: np.ndarray, counts: np.ndarray, eos: Seq[int]) -> Committed:
@@ -70,7 +92,8 @@ def _commit_run(ledgers: Ledgers, rows: np.ndarray, table: np.ndarray, counts: n
     ledgers.num_tokens[rows] += counts - issued
     last = np.arange(len(rows)), counts - 1
     request_ids = np.repeat(ledgers.request_id[rows], counts).tolist()
-    return Committed(rows, request_ids, table[valid].tolist(), stops[last], ends[last], outputs == counts)
+    first = outputs == counts
+    return Committed(rows, request_ids, table[valid].tolist(), counts, None, stops[last], ends[last], first)
 
 
 def _stops(ledgers: Ledgers, rows: np.ndarray, table: np.ndarray, eos: Seq[int]) -> np.ndarray:

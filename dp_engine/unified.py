@@ -6,6 +6,7 @@ the prefix cache knows of them.
 
 import numpy as np
 
+from dp_engine.drafting import draft_limits
 from dp_engine.ledger import Step
 from dp_engine.scheduler import NO_ROWS, Scheduler
 from dp_engine.sequence import Sequence, Status
@@ -87,7 +88,7 @@ class UnifiedScheduler(Scheduler):
         if self._config.num_draft_tokens:
             led = self.ledgers
             decodes = np.flatnonzero(led.num_tokens[rows] >= led.length[rows] - 1)
-            limits = self._draft_limits(rows[decodes], spare)
+            limits = draft_limits(self._config, led, rows[decodes], spare)
             if not self._flying:
                 limits = self.propose(led, rows[decodes], limits)
             drafts[decodes] = limits

@@ -3,10 +3,9 @@
 from queue import SimpleQueue
 from threading import Thread
 
-import numpy as np
 import torch
 
-from dp_engine.batch import Batch
+from dp_engine.batch import Batch, Drawn
 from dp_engine.runner import ModelRunner
 from vote.recorder import Recorder, Ring
 
@@ -29,20 +28,20 @@ class StepWorker:
         """`step`: its number, for the record."""
         self._batch = batch, step
 
-    def result(self) -> np.ndarray:
-        """Tokens of the submitted step, as `Batch` says. Raises what the step raised, like CollectiveFailed."""
+    def result(self) -> Drawn:
+        """What the submitted step drew. Raises what the step raised, like CollectiveFailed."""
         submitted, self._batch = self._batch, None
         assert submitted is not None, "submit comes first"
-        tokens = self._compute(*submitted)
+        drawn = self._compute(*submitted)
         self.num_collectives = self._runner.num_collectives
-        return tokens
+        return drawn
 
-    def _compute(self, batch: Batch, step: int) -> np.ndarray:
+    def _compute(self, batch: Batch, step: int) -> Drawn:
         self._ring.step = step
         entry = self._ring.enter(batch.step_type.name.encode(), len(batch.input_ids))
-        tokens = self._runner.run(batch)
+        drawn = self._runner.run(batch)
         self._ring.leave(entry)
-        return tokens
+        return drawn
 
 
 class ThreadWorker(StepWorker):
@@ -52,14 +51,14 @@ class ThreadWorker(StepWorker):
         super().__init__(runner, ring)
         self._threads = threads
         self._todo: SimpleQueue[tuple[Batch, int]] = SimpleQueue()
-        self._done: SimpleQueue[np.ndarray | BaseException] = SimpleQueue()
+        self._done: SimpleQueue[Drawn | BaseException] = SimpleQueue()
         Thread(target=self._run, name="steps", daemon=True).start()
 
     def submit(self, batch: Batch, step: int) -> None:
         super().submit(batch, step)
         self._todo.put((batch, step))
 
-    def _compute(self, batch: Batch, step: int) -> np.ndarray:
+    def _compute(self, batch: Batch, step: int) -> Drawn:
         del batch, step  # on their way since `submit`
         result = self._done.get()
         if isinstance(result, BaseException):

@@ -10,7 +10,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from launcher.diagnose import DiagnoseError, message_of
+from launcher.client import ServerError, ask, open_client
 
 TIMEOUT_S = 10.0
 LOOK_S = 0.05
@@ -36,19 +36,13 @@ class Outcome:
 
 
 def inject(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """POST a fault; the answer names kind and ranks. Raises DiagnoseError."""
-    try:
-        reply = httpx.post(f"{url.rstrip('/')}/debug/chaos", json=body, timeout=TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise DiagnoseError(f"no answer from {url}: {error or type(error).__name__}") from None
-    if reply.status_code != 200:
-        raise DiagnoseError(f"{url} answers {reply.status_code}: {message_of(reply)}")
-    answer: dict[str, Any] = reply.json()
+    """POST a fault; the answer names kind and ranks. Raises ServerError."""
+    answer: dict[str, Any] = ask("POST", url, "/debug/chaos", timeout_s=TIMEOUT_S, body=body).json()
     return answer
 
 
 def run_fault(url: str, kind: str, rank: str, parameters: dict[str, Any]) -> int:
-    """One fault. `rank`: a number, random or all. Raises DiagnoseError."""
+    """One fault. `rank`: a number, random or all. Raises ServerError."""
     done = inject(url, {"kind": kind, "rank": int(rank) if rank.isdecimal() else rank, **parameters})
     print(f"{kind} at rank{'s' if len(done['ranks']) > 1 else ''} {', '.join(map(str, done['ranks']))}")
     return 0
@@ -57,15 +51,15 @@ def run_fault(url: str, kind: str, rank: str, parameters: dict[str, Any]) -> int
 def run_drill(url: str, kinds: Sequence[str], *, count: int, every_s: float, seed: int) -> int:
     """Faults of these kinds at random ranks, each when the server is ready again after the one before.
 
-    Prints a table. 0: it recovered from all; 1: it did not. Raises DiagnoseError.
+    Prints a table. 0: it recovered from all; 1: it did not. Raises ServerError.
     """
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise DiagnoseError(f"a drill knows {', '.join(KINDS)}, not {', '.join(unknown)}")
+        raise ServerError(f"a drill knows {', '.join(KINDS)}, not {', '.join(unknown)}")
     console, rng, outcomes = Console(stderr=True, highlight=False), random.Random(seed), list[Outcome]()
-    with httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S) as client:
+    with open_client(url, timeout=TIMEOUT_S) as client:
         server = Server(client)
         if not (before := server.look()).ready:
-            raise DiagnoseError(f"{url} is not ready: {before.reason}")
+            raise ServerError(f"{url} is not ready: {before.reason}")
         for number in range(count):
             if number:
                 time.sleep(every_s)
@@ -104,21 +98,16 @@ class Server:
         self._model = ""
 
     def look(self) -> Look:
-        """By /status, which tells of each replica, or by /ready of a server that has none."""
+        """By /status, which tells of each replica."""
         try:
-            status, ready = self._client.get("/status"), self._client.get("/ready")
+            replicas = self._client.get("/status").raise_for_status().json()["replicas"]
         except httpx.TransportError as error:
             return Look(False, reason=f"the server has ended ({error or type(error).__name__})", ended=True)
-        if status.status_code == 200:
-            replicas = status.json()["replicas"]
-            waiting = [
-                f"replica {each['replica']} is {each['state']}" for each in replicas if each["state"] != "serving"
-            ]
-            ranks, lives = tuple(each["ranks"] for each in replicas), sum(each["epoch"] for each in replicas)
-            return Look(not waiting, ranks, lives, ", ".join(waiting))
-        if ready.status_code == 200:
-            return Look(True, (ready.json()["ranks"],))
-        return Look(False, reason=str(ready.json().get("reason", ready.status_code)))
+        except httpx.HTTPStatusError as error:
+            raise ServerError(f"{error.request.url} answers {error.response.status_code}") from None
+        waiting = [each["reason"] or each["state"] for each in replicas if each["state"] != "serving"]
+        ranks, lives = tuple(each["ranks"] for each in replicas), sum(each["epoch"] for each in replicas)
+        return Look(not waiting, ranks, lives, ", ".join(waiting))
 
     def recovers(self, before: Look, *, falls: bool) -> str:
         """Wait until the server is ready again; first that it is not, if it `falls`. Returns why it is not, or "".

@@ -121,9 +121,9 @@ def _inject(url: str, kind: str, rank: str, **parameters: object) -> None:
 
 
 def _ask(question: Callable[[], int]) -> None:
-    from launcher.diagnose import DiagnoseError
+    from launcher.client import ServerError
 
     try:
         raise typer.Exit(question())
-    except DiagnoseError as error:
+    except ServerError as error:
         raise ConfigError(str(error)) from None

@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from launcher.client import open_client, refusal
+
 HELP = "Enter sends. Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation."
 
 
@@ -37,7 +39,7 @@ class Conversation:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as reply:
                 if reply.status_code != 200:
                     reply.read()
-                    raise ChatError(_error_message(reply))
+                    raise ChatError(refusal(reply))
                 for text in _texts(reply.iter_lines()):
                     said.append(text)
                     yield text
@@ -72,21 +74,17 @@ def _texts(lines: Iterator[str]) -> Iterator[str]:
     raise ChatError("the answer broke off")
 
 
-def _error_message(reply: httpx.Response) -> str:
-    try:
-        return str(reply.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered {reply.status_code}"
-
-
 def _served_model(client: httpx.Client) -> str:
     """Raises ChatError when there is no phalanx (or other OpenAI-like) server."""
     try:
         reply = client.get("/v1/models")
+        if reply.status_code == 401:
+            raise ChatError(refusal(reply))
         return str(reply.json()["data"][0]["id"])
-    except httpx.HTTPError:
+    except httpx.HTTPError as error:
         hint = "start one with `phalanx serve`, or name it with --url"
-        raise ChatError(f"no server answers at {client.base_url}; {hint}") from None
+        why = f" ({error})" if client.base_url.scheme == "https" else ""
+        raise ChatError(f"no server answers at {client.base_url}{why}; {hint}") from None
     except (ValueError, LookupError, TypeError):
         raise ChatError(f"{client.base_url} is no OpenAI-compatible server") from None
 
@@ -104,12 +102,11 @@ def run_chat(
     options = {
         name: value for name, value in (("temperature", temperature), ("max_tokens", max_tokens)) if value is not None
     }
-    base_url = url.rstrip("/").removesuffix("/v1")
     try:
-        client = httpx.Client(base_url=base_url, timeout=httpx.Timeout(10, read=None))
+        client = open_client(url, timeout=httpx.Timeout(10, read=None))
         with client:
             name = model or _served_model(client)
-            console.print(f"{name} at {base_url}. {HELP}", style="dim", markup=False)
+            console.print(f"{name} at {client.base_url}. {HELP}", style="dim", markup=False)
             _talk(Conversation(client, name, system, options), console, errors)
     except (ChatError, httpx.InvalidURL) as error:
         errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from launcher import chaos_cli
+from launcher import chaos_cli, job_cli
 from launcher.config import ConfigError, DeploymentConfig, load_config
 from launcher.environment import EnvironmentCheckError, check_environment
+from launcher.ray_session import join_own_cluster
 from launcher.terminal import Terminal
 
 app = typer.Typer(
@@ -26,7 +27,7 @@ CONFIG = typer.Argument(help="YAML file with settings; see configs/ and docs/con
 MODEL = typer.Option(help="Checkpoint directory in Hugging Face's layout, or `demo`.", show_default=False)
 DP = typer.Option(help="Number of data-parallel ranks.", show_default=False)
 SET = typer.Option("--set", help="Any setting: --set engine.block_size=32. Repeatable.", metavar="K=V")
-RAY_ADDRESS = typer.Option(help="Join this Ray cluster instead of starting a local one.", show_default=False)
+RAY_ADDRESS = typer.Option(help="Join this Ray cluster, or `auto`, not start a local one.", show_default=False)
 URL = typer.Option(help="Base URL of the server.")
 DEFAULT_URL = "http://127.0.0.1:8000"
 VERBOSE = typer.Option("--verbose", "-v", help="Show the ranks' log lines.")
@@ -49,6 +50,7 @@ def serve(
     deployment = load_config(
         config, settings, model=model, dp=dp, server__host=host, server__port=port, ray__address=ray_address
     )
+    deployment = join_own_cluster(deployment)
     terminal = Terminal(verbose)
     _run(lambda: run(deployment, terminal), terminal)
 
@@ -70,7 +72,7 @@ def generate(
     """
     from launcher.serve import generate as run
 
-    deployment = load_config(config, settings, model=model, dp=dp, ray__address=ray_address)
+    deployment = join_own_cluster(load_config(config, settings, model=model, dp=dp, ray__address=ray_address))
     terminal = Terminal(verbose)
     _run(lambda: run(deployment, source, target, terminal), terminal)
 
@@ -141,12 +143,16 @@ def show_config(
     print(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), end="")
 
 
+for job_command in job_cli.COMMANDS:
+    app.command()(job_command)
+
+
 def _ask(question: Callable[[], int]) -> None:
-    from launcher.diagnose import DiagnoseError
+    from launcher.client import ServerError
 
     try:
         raise typer.Exit(question())
-    except DiagnoseError as error:
+    except ServerError as error:
         raise ConfigError(str(error)) from None
 
 

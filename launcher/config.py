@@ -13,6 +13,7 @@ from vote.config import VoteConfig
 
 # What goes with `engine.preset` deepinfer; settings given in the configuration win.
 DEEPINFER_VOTE = {"decision": "cadence", "fast_path": False}
+API_KEY_VARIABLE = "PHALANX_API_KEY"  # what clients send and, without `server.api_key_file`, the server wants
 
 
 # Environment variables of a rank that phalanx sets or removes itself, and what decides on them.
@@ -38,10 +39,23 @@ class _Section(BaseModel):
 class ServerConfig(_Section):
     """The HTTP front."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on. Loopback unless told otherwise.")
+    host: str | None = Field(
+        None, description="Address to listen on; default: loopback; in a cluster the node's address there."
+    )
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     model_name: str | None = Field(None, description="Name in the API; default: the model directory's name.")
     max_body_mib: float = Field(8.0, gt=0, description="Larger request bodies are answered 413.")
+    api_key_file: Path | None = Field(
+        None, description="File with the key that clients must send; default: the variable PHALANX_API_KEY; else none."
+    )
+    tls_cert: Path | None = Field(None, description="Certificate chain (PEM); with `server.tls_key`: HTTPS.")
+    tls_key: Path | None = Field(None, description="Private key of `server.tls_cert` (PEM, without a passphrase).")
+
+    @model_validator(mode="after")
+    def _whole_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: give both or none")
+        return self
 
 
 class RouterConfig(_Section):
@@ -99,7 +113,9 @@ class RanksConfig(_Section):
 class RayConfig(_Section):
     """Where the ranks are placed."""
 
-    address: str | None = Field(None, description="Running Ray cluster to join; default: start a local one.")
+    address: str | None = Field(
+        None, description="Ray cluster to join, or `auto`; default: the job's if in a job, else a local one is started."
+    )
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field("PACK", description="Placement.")
     placement_timeout_s: float = Field(60.0, gt=0, description="Longest wait for the ranks' resources.")
     start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for the ranks to load and report.")

@@ -218,7 +218,8 @@ class GangLink:
             self._owner.on_sign(self)
 
     def _on_output(self, rank: int, output: Output) -> None:
-        if len(output.request_ids) != len(output.tokens):
+        count = len(output.tokens)
+        if len(output.request_ids) != count or len(output.logprobs or output.tokens) != count:
             self.bad_messages += 1
             return
         self.last_output_at = time.monotonic()

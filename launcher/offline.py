@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TextIO
 
 import msgspec
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from launcher.config import ConfigError
 from launcher.errors import RequestError
 from launcher.front.errors import ApiError
-from launcher.front.schemas import Message, SamplingFields, validate
+from launcher.front.logprobs import TokenLogprob, chat_logprobs
+from launcher.front.replies import join
+from launcher.front.schemas import MAX_TOP_LOGPROBS, Message, SamplingFields, validate
 from launcher.service import Params, Service
 from launcher.ticket import RequestPoisoned, RequestRejected
 
@@ -35,18 +37,24 @@ class BadInput(ConfigError):
 
 
 class _Line(SamplingFields):
-    """One request: a text, a conversation or token ids, and sampling parameters. `id` comes back in the answer."""
+    """One request: a text, a conversation or token ids, and sampling parameters. `id` comes back in the answer.
+    `logprobs`: how many of the likeliest tokens are told beside each one's own log-probability."""
 
     id: str | int | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     prompt_token_ids: list[int] | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> "_Line":
         if sum(value is not None for value in (self.prompt, self.messages, self.prompt_token_ids)) != 1:
             raise ValueError("exactly one of `prompt`, `messages` and `prompt_token_ids` is needed")
         return self
+
+    def params(self) -> Params:
+        params = super().params()
+        return replace(params, max_tokens=params.max_tokens or DEFAULT_MAX_TOKENS, logprobs=self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
     completion_tokens: int | None = None
     error: str | None = None
     id: str | int | None = None
+    logprobs: list[TokenLogprob] | None = None  # as in OpenAI's chat answers
 
 
 def read_requests(path: Path) -> Requests:
@@ -101,7 +110,7 @@ async def generate_file(service: Service, requests: Requests, output: TextIO, *,
     anything runs when a prompt does not fit the model, and GangDown when the ranks fail; what was written stays.
     Progress is shown on `console` if that is a terminal.
     """
-    prompts = _encode_all(service, requests)
+    prompts = await _encode_all(service, requests)
     pending = iter(range(len(prompts)))
     writer = _InOrder(output)
     columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -111,9 +120,7 @@ async def generate_file(service: Service, requests: Requests, output: TextIO, *,
         async def work() -> None:
             for index in pending:
                 line = requests.lines[index]
-                params = line.params()
-                params = replace(params, max_tokens=params.max_tokens or DEFAULT_MAX_TOKENS)
-                writer.put(index, await _answer(service, prompts[index], params, line.id))
+                writer.put(index, await _answer(service, prompts[index], line.params(), line.id))
                 progress.advance(task)
 
         try:
@@ -125,11 +132,12 @@ async def generate_file(service: Service, requests: Requests, output: TextIO, *,
     return writer.failed
 
 
-def _encode_all(service: Service, requests: Requests) -> list[list[int]]:
+async def _encode_all(service: Service, requests: Requests) -> list[list[int]]:
     prompts, problems = [], []
     for number, line in zip(requests.numbers, requests.lines, strict=True):
         try:
             prompts.append(_encode(service, line))
+            await service.check(line.params(), line.grammar_param)
         except RequestError as error:
             problems.append((number, error.message))
     if problems:
@@ -149,13 +157,15 @@ def _encode(service: Service, line: _Line) -> list[int]:
 async def _answer(service: Service, prompt: list[int], params: Params, id_: str | int | None) -> Answer:
     job = service.start([prompt], params)
     try:
-        text = "".join([piece.text async for piece in job])
+        pieces = [piece async for piece in job]
     except (RequestPoisoned, RequestRejected) as error:
         return Answer(error=str(error), id=id_)
     finally:
         job.abort()
-    choice = job.choices[0]
-    return Answer(text, choice.finish_reason, choice.prompt_tokens, choice.completion_tokens, id=id_)
+    choice, (whole,) = job.choices[0], join(job, pieces)
+    logprobs = chat_logprobs(whole.shown, service.text.token_bytes).content if params.logprobs is not None else None
+    counts = choice.prompt_tokens, choice.completion_tokens
+    return Answer(whole.text, whole.finish_reason, *counts, id=id_, logprobs=logprobs)
 
 
 class _InOrder:

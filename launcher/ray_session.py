@@ -2,20 +2,26 @@
 
 import logging
 import os
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from launcher.config import ConfigError, RayConfig
+from launcher.config import ConfigError, DeploymentConfig, RayConfig
+from launcher.ray_token import use_token
 
+_NICENESS = "RAY_worker_niceness"  # Ray starts its workers at 15; a rank that is put off holds up all others
 # Before ray is imported, and inherited by what it starts.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
-    "RAY_worker_niceness": "0",  # Ray starts its workers at 15; a rank that is put off holds up all others
+    _NICENESS: "0",
 }
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's least; only the ranks' specs and errors go through it
+_JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets a variable of this name for the entrypoint of a job
+LOOPBACK = "127.0.0.1"
 
 
 class RaySession:
@@ -29,17 +35,17 @@ class RaySession:
     def __enter__(self) -> Self:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        if self._config.address is not None:
-            _choose_authentication(self._config.address)
-        import ray
-
-        self._ray = ray
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "phalanx"}
-        if self.local:
+        if self._config.address is None:
             os.environ.pop("RAY_ADDRESS", None)  # "start a local one" means it, whatever the shell says
             options |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES, "address": "local"}
         else:
-            options["address"] = self._config.address
+            options["address"] = address = cluster_address(self._config.address)
+            options["runtime_env"] = {"env_vars": {_NICENESS: "0"}}  # no conflict: Ray drops a job's own value
+            use_token(f"the Ray cluster at {address}", lambda: _wants_token(address))
+        import ray
+
+        self._ray = ray
         try:
             ray.init(**options)
         except Exception as error:  # Ray raises bare ones too
@@ -65,20 +71,47 @@ class RaySession:
         return self._ray.util.get_node_ip_address()
 
 
-def _choose_authentication(address: str) -> None:
-    """Use the token of this user if the cluster at an explicit address wants one; must come before ray is imported.
+def join_own_cluster(config: DeploymentConfig, environ: Mapping[str, str] = os.environ) -> DeploymentConfig:
+    """Inside a Ray job the ranks belong on the job's cluster, unless the configuration names another."""
+    address = environ.get("RAY_ADDRESS")
+    if config.ray.address is not None or not address or _JOB_MARK not in environ:
+        return config
+    return config.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
 
-    Ray itself neither finds that out nor forgives a token where none is wanted. Raises ConfigError when there is none.
+
+def cluster_address(address: str) -> str:
+    """`auto` resolved as Ray does it: RAY_ADDRESS, else the cluster whose node runs on this machine.
+
+    Raises ConfigError when there is none.
     """
-    if "RAY_AUTH_MODE" in os.environ or not _wants_token(address):
-        return
-    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if not given and not (Path.home() / ".ray" / "auth_token").exists():
+    if address != "auto":
+        return address
+    if given := os.environ.get("RAY_ADDRESS"):
+        return given
+    try:
+        return (Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster").read_text().strip()
+    except OSError:
         raise ConfigError(
-            f"the Ray cluster at {address} wants an authentication token: put the cluster's token into "
-            "~/.ray/auth_token or RAY_AUTH_TOKEN"
-        )
-    os.environ["RAY_AUTH_MODE"] = "token"
+            "ray.address is auto, but no Ray node runs on this machine: start one with `ray start`, or give its address"
+        ) from None
+
+
+def node_address(config: RayConfig) -> str:
+    """Where this process can be reached: loopback with a local Ray, else this machine's address towards the cluster.
+
+    Known before Ray is joined, from the route to the cluster's head. Raises ConfigError.
+    """
+    if config.address is None:
+        return LOOPBACK
+    address = cluster_address(config.address)
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # nothing is sent
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError):
+        raise ConfigError(f"no way to the Ray cluster at {address!r}: give its head as HOST:PORT") from None
 
 
 def _wants_token(address: str) -> bool:

@@ -390,8 +390,8 @@ class Router:
         Raises GangDown, or RankBusy when the rank's queue is full.
         """
         place = self.replicas[replica]
-        if (link := place.serving) is None:
-            raise GangDown(place.unready_reason)
+        if self._down is not None or (link := place.serving) is None:
+            raise GangDown(self._down or place.unready_reason)
         try:
             link.roster.inject(rank, fault)
         except Congested:
@@ -445,7 +445,7 @@ class Router:
         """Tokens of requests that have ended here meanwhile (aborted) are dropped."""
         tickets, progress = self._tickets, link.books.progress
         logprobs = output.logprobs or [None] * len(output.tokens)
-        for request_id, token, shares in zip(output.request_ids, output.tokens, logprobs, strict=False):
+        for request_id, token, shares in zip(output.request_ids, output.tokens, logprobs, strict=True):
             ticket = tickets.get(request_id)
             if ticket is not None and ticket.link is link and ticket.rank == rank:
                 ticket.push(token, shares)

@@ -17,8 +17,10 @@ from launcher.config import ConfigError, DeploymentConfig
 from launcher.deployment import Deployment, resolve_model
 from launcher.errors import DeploymentFailed
 from launcher.front.app import make_app
-from launcher.http import bind_http, serve_http
+from launcher.front.auth import take_api_key
+from launcher.http import LOOPBACKS, bind_http, check_tls, serve_http, server_url
 from launcher.offline import BadInput, generate_file, read_requests
+from launcher.ray_session import node_address
 from launcher.router import GangDown
 from launcher.service import Service
 from launcher.terminal import Terminal
@@ -27,11 +29,15 @@ from launcher.text import Text
 
 async def serve(config: DeploymentConfig, terminal: Terminal) -> int:
     """Serve until told to stop or drained (0), or until all gangs have been given up (DeploymentFailed)."""
-    with bind_http(config.server.host, config.server.port) as listener:
+    key, tls = take_api_key(config.server.api_key_file), check_tls(config.server)
+    with bind_http(config.server.host or node_address(config.ray), config.server.port) as listener:
+        if key is None and (host := listener.getsockname()[0]) not in LOOPBACKS:
+            terminal.stage(f"no API key is set: whoever reaches {host} may use the server and stop its ranks")
         async with _service(config, terminal) as (deployment, service):
-            app = make_app(service, int(config.server.max_body_mib * (1 << 20)), chaos=config.chaos.enabled)
+            most = int(config.server.max_body_mib * (1 << 20))
+            app = make_app(service, most, api_key=key, chaos=config.chaos.enabled)
             stop = asyncio.Event()
-            front = asyncio.create_task(serve_http(app, listener, stop))
+            front = asyncio.create_task(serve_http(app, listener, stop, tls))
             try:
                 await deployment.ready()
                 _announce(config, service, listener, terminal)
@@ -93,9 +99,7 @@ async def _service(config: DeploymentConfig, terminal: Terminal) -> AsyncIterato
 
 
 def _announce(config: DeploymentConfig, service: Service, listener: socket.socket, terminal: Terminal) -> None:
-    host, port = listener.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url, name = f"http://{shown}:{port}", service.model_name
+    url, name = server_url(listener, config), service.model_name
     ranks = f"{config.dp} rank{'s' if config.dp > 1 else ''}"
     ranks = f"{config.replicas} x {ranks}" if config.replicas > 1 else ranks
     body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}

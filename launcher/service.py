@@ -2,12 +2,14 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from dp_engine.detokenizer import Detokenizer
-from dp_engine.messages import Sampling
+from dp_engine.grammar import GrammarError
+from dp_engine.messages import Grammar, Sampling, TokenLogprobs
 from launcher.errors import RequestError
+from launcher.grammar_check import GrammarChecker
 from launcher.router import Delta, GangDown, Inbox, Router, Ticket
 from launcher.text import Text, too_long
 
@@ -28,15 +30,30 @@ class Params:
     ignore_eos: bool = False
     priority: int = 0
     cache_salt: str = ""
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A token of the text, which begins `offset` characters into it."""
+
+    token: int
+    offset: int
+    logprobs: TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of choice `index` that is new. `finish_reason` is set on the choice's last piece only."""
+    """Text of choice `index` that is new. `finish_reason` is set on the choice's last piece only.
+
+    shown: tokens that begin in it, if log-probabilities were asked for.
+    """
 
     index: int
     text: str
     finish_reason: str | None
+    shown: list[Shown] = field(default_factory=list)
 
 
 class Choice:
@@ -49,12 +66,14 @@ class Choice:
         self.completion_tokens = 0
         self.finish_reason: str | None = None
         self._detokenizer = detokenizer
+        self._given = 0  # characters of text
+        self._held: list[Shown] = []  # tokens whose text is not certain yet
 
     def advance(self, delta: Delta) -> Piece:
         """Take the rank's tokens in. A token that ended the request (eos, stop token) counts but is not shown."""
         reason = delta.finish_reason
         shown = delta.tokens[:-1] if reason == "stop" else delta.tokens
-        text = self._detokenizer.push(shown)
+        text = self._push(shown, delta.logprobs)
         if reason is not None and not self._detokenizer.stopped:
             text += self._detokenizer.flush()
         if self._detokenizer.stopped:
@@ -63,7 +82,26 @@ class Choice:
         else:
             self.completion_tokens += len(delta.tokens)
         self.finish_reason = reason
-        return Piece(self.index, text, reason)
+        return Piece(self.index, text, reason, self._begun(len(text)))
+
+    def _push(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> str:
+        if self.ticket.work.sampling.logprobs is None:
+            return self._detokenizer.push(tokens)
+        text = ""
+        for token, values in zip(tokens, logprobs[: len(tokens)], strict=True):
+            self._held.append(Shown(token, self._detokenizer.num_characters, values))
+            text += self._detokenizer.push([token])
+        return text
+
+    def _begun(self, length: int) -> list[Shown]:
+        """Held tokens that begin in the next `length` characters of text; at the end all that no stop string cuts."""
+        if not self._held:
+            return []
+        self._given += length
+        whole = self.finish_reason is not None and not self._detokenizer.stopped
+        begun = [shown for shown in self._held if whole or shown.offset < self._given]
+        self._held = self._held[len(begun) :]
+        return begun
 
 
 class Job:
@@ -122,6 +160,7 @@ class Service:
         self.router = router
         self.model_name = model_name
         self._block_size = block_size
+        self._grammars = GrammarChecker(text.tokenizer_json, text.vocab_size)
 
     @property
     def max_len(self) -> int:
@@ -162,6 +201,20 @@ class Service:
             raise RequestError(f"token id {wrong} is not in the vocabulary (0 to {self.text.vocab_size - 1})", param)
 
     # ---- requests
+
+    async def check(self, params: Params, grammar_param: str) -> None:
+        """Refuse what the text's form makes impossible. Raises RequestError, QueueFull."""
+        if params.logprobs is not None:
+            self.text.require_spelling()
+        if params.grammar is None:
+            return
+        if params.ignore_eos:
+            message = "not possible for an output that is bound to a form: it ends where the form does"
+            raise RequestError(f"`ignore_eos`: {message}", "ignore_eos", "invalid_value")
+        try:
+            await self._grammars.check(params.grammar)
+        except GrammarError as error:
+            raise RequestError(f"this form cannot be used: {error}", grammar_param, "invalid_value") from None
 
     def start(self, prompts: Sequence[list[int]], params: Params, n: int = 1) -> Job:
         """Submit `n` choices for every prompt; choice k of prompt p has index p * n + k. One rank has all of a prompt.
@@ -208,4 +261,6 @@ class Service:
             seed=secrets.randbits(63) if params.seed is None else (params.seed + k) & SEED_MASK,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
+            logprobs=params.logprobs,
+            grammar=params.grammar,
         )

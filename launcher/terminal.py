@@ -23,11 +23,18 @@ class Terminal:
     def stage(self, text: str) -> None:
         self.console.print(Text(f"{self.seconds():6.1f}s  {text}", style="dim"))
 
+    def warning(self, text: str) -> None:
+        self.console.print(Text(f"phalanx: warning: {text}", style="yellow"))
+
     def error(self, text: str) -> None:
         self.console.print(Text(f"phalanx: error: {text}", style="bold red"))
 
     def report(self, text: str) -> None:
         self.console.print(Text(text))
+
+    def text(self, text: str) -> None:
+        """Whole lines as they are."""
+        self.console.print(Text(text), end="")
 
     def rank_log(self, replica: int, rank: int, level: int, text: str) -> None:
         """Gangs beside the first one are named."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from llguidance import LLTokenizer
+
 from launcher.config import ConfigError
 from launcher.environment import shield_transformers
 from launcher.errors import RequestError
@@ -43,6 +45,8 @@ class Text:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self.tokenizer_json: str = self._backend.to_str()
+        self._spelling = _spelling(self.tokenizer_json)
         self.vocab_size = vocab_size
         self.defaults = defaults
 
@@ -65,6 +69,16 @@ class Text:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
+
+    def require_spelling(self) -> None:
+        """Raises RequestError if the bytes of single tokens are not known."""
+        if self._spelling is None:
+            raise RequestError("this model's tokenizer does not tell its tokens' bytes", "logprobs")
+
+    def token_bytes(self, token: int) -> bytes:
+        """How a token is spelt, special ones by their names. A character may be made of several tokens' bytes."""
+        assert self._spelling is not None, "require_spelling comes first"
+        return self._spelling.decode_bytes([token])
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids, special tokens left out."""
@@ -114,6 +128,13 @@ def too_long(tokens: str, limit: int, param: str) -> RequestError:
         param,
         "context_length_exceeded",
     )
+
+
+def _spelling(tokenizer: str) -> LLTokenizer | None:
+    try:
+        return LLTokenizer(tokenizer, slices=[])
+    except ValueError:
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def run_sequences(
             if sequence.computed + count == len(sequence.tokens):
                 sequence.drafts = guess(sequence)[: sequence.max_new - len(sequence.output) - 1]
             scheduled.append((sequence, count + len(sequence.drafts)))
-        settle(scheduled, runner.run(make_batch(scheduled, block_size)))
+        settle(scheduled, runner.run(make_batch(scheduled, block_size)).tokens)
     assert all(sequence.finished for sequence in sequences)
 
 

@@ -12,6 +12,7 @@ from dp_engine.link import RankKeys
 from dp_engine.messages import (
     BALLOT_BUCKETS_S,
     FIRST_TOKEN_BUCKETS_S,
+    LEAST_LOGPROB,
     PROTOCOL_VERSION,
     Abort,
     Add,
@@ -27,6 +28,7 @@ from dp_engine.messages import (
     Report,
     ResetPrefixCache,
     Shutdown,
+    TokenLogprobs,
     Wake,
     Welcome,
     decode_to_rank,
@@ -45,6 +47,12 @@ def count_up(add: Add) -> Iterator[int]:
     while True:
         yield 3 + token % 197
         token += 1
+
+
+def logprobs_of(token: int, count: int) -> TokenLogprobs:
+    """The fake rank's: falling by one tenth from the token drawn on; the fourth likeliest is impossible."""
+    top = [(token + number, -(token + number) / 10 if number != 3 else LEAST_LOGPROB) for number in range(count)]
+    return TokenLogprobs(-token / 10, sorted(top, key=lambda entry: -entry[1]))
 
 
 class FakeRank:
@@ -205,11 +213,14 @@ class FakeRank:
         self._steps += 1
         ids: list[int] = []
         tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
         finished = []
         for request_id, (add, answer, emitted) in list(self.running.items()):
             drawn = list(islice(answer, min(self.burst, add.sampling.max_tokens - emitted)))
             ids += [request_id] * len(drawn)
             tokens += drawn
+            wanted = add.sampling.logprobs
+            logprobs += [None if wanted is None else logprobs_of(token, wanted) for token in drawn]
             emitted += len(drawn)
             self._drafted += self.burst - 1
             self._accepted += len(drawn) - 1
@@ -220,7 +231,7 @@ class FakeRank:
             else:
                 self.running[request_id] = (add, chain([following], answer), emitted)
         self._generated += len(tokens)
-        return Output(self._steps, ids, tokens, finished, self.report())
+        return Output(self._steps, ids, tokens, finished, self.report(), logprobs if any(logprobs) else None)
 
     def report(self) -> Report:
         buckets = [0, 0, self._steps, *[0] * (len(BALLOT_BUCKETS_S) - 2)]

@@ -51,10 +51,13 @@ class FrontServer:
         max_inflight: int = 256,
         max_body: int = 1 << 20,
         chaos: bool = False,
+        api_key: str | None = None,
+        tls: tuple[Path, Path] | None = None,
         **rank: Any,
     ) -> None:
         self._chaos = chaos
         self._world_size, self._max_inflight, self._max_body, self._rank = world_size, max_inflight, max_body, rank
+        self._api_key, self._tls = api_key, tls
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self.ranks: list[FakeRank] = []
@@ -81,14 +84,15 @@ class FrontServer:
             link = await open_link(self.router, keys)
             self.service = Service(small_text(), self.router, MODEL, block_size=16)
             sock = bind_http("127.0.0.1", 0)
-            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            self.url = f"http{'s' if self._tls else ''}://127.0.0.1:{sock.getsockname()[1]}"
             with ExitStack() as stack:
                 for rank in range(self._world_size):
                     fake = FakeRank(link.endpoint, keys.for_rank(), rank, self._world_size, **self._rank)
                     self.ranks.append(stack.enter_context(fake))
                 await link.wait_ready(10)
                 self._started.set_result(None)
-                await serve_http(make_app(self.service, self._max_body, chaos=self._chaos), sock, self._stop)
+                app = make_app(self.service, self._max_body, api_key=self._api_key, chaos=self._chaos)
+                await serve_http(app, sock, self._stop, self._tls)
                 await self.router.close()
         except BaseException as error:
             if not self._started.done():

@@ -24,6 +24,7 @@ from dp_engine.messages import (
     ResetPrefixCache,
     Sampling,
     Shutdown,
+    TokenLogprobs,
     ToRank,
     ToRouter,
     Wake,
@@ -92,10 +93,11 @@ class Script:
 
 @dataclass
 class Answer:
-    """What a request was given; `reason` is None if it never ended."""
+    """What a request was given; `reason` is None if it never ended. `logprobs`: of each token, if any were told."""
 
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class ScriptedLink:
@@ -148,9 +150,11 @@ class ScriptedLink:
         """By request. AssertionError if anything is said of a request after its end."""
         answers: dict[int, Answer] = defaultdict(Answer)
         for output in self.outputs:
-            for request_id, token in zip(output.request_ids, output.tokens, strict=True):
+            told = output.logprobs or [None] * len(output.tokens)
+            for request_id, token, logprobs in zip(output.request_ids, output.tokens, told, strict=True):
                 assert answers[request_id].reason is None, f"a token for {request_id} after its end"
                 answers[request_id].tokens.append(token)
+                answers[request_id].logprobs += [] if logprobs is None else [logprobs]
             for request_id, reason in output.finished:
                 assert answers[request_id].reason is None, f"{request_id} ended twice"
                 answers[request_id].reason = reason

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dp_engine.batch import Batch
+from dp_engine.batch import Batch, Drawn
 from dp_engine.config import EngineConfig
 from dp_engine.engine import Engine, StepCounters
 from dp_engine.messages import Add, Message, Output, Rejected, ToRank
@@ -237,12 +237,12 @@ class _Model:
         self._meetings = meetings
         self._rank = rank
 
-    def run(self, batch: Batch) -> np.ndarray:
+    def run(self, batch: Batch) -> Drawn:
         self.num_collectives += 1
         self._meetings.meet(self._rank, f"the {batch.step_type.value} forward", None)
         counts = 1 + batch.num_drafts
         offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        return FIRST_TOKEN + np.repeat(batch.sampling.position, counts) + offsets
+        return Drawn(FIRST_TOKEN + np.repeat(batch.sampling.position, counts) + offsets)
 
 
 def could_work(scheduler: Scheduler) -> bool:

@@ -3,9 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from dp_engine.batch import Batch
+from dp_engine.batch import Batch, Drawn
 from dp_engine.messages import Message, Output, Rejected, Shutdown, ToRank
 from dp_engine.proof.pretended import PretendedModel
 from ep.dispatch import CollectiveFailed
@@ -91,12 +89,12 @@ class SimulatedRunner:
         self._model = model
         self._ring = ring
 
-    def run(self, batch: Batch) -> np.ndarray:
+    def run(self, batch: Batch) -> Drawn:
         self.before()
         self._collective("dispatch", batch)
         tokens = self._model.run(batch)
         self._collective("combine", batch)
-        return tokens
+        return Drawn(tokens)
 
     def _collective(self, name: str, batch: Batch) -> None:
         self.num_collectives += 1

@@ -5,18 +5,21 @@ import time
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launcher.front.admin import Admin
 from launcher.front.answers import EventStream, WholeAnswer
+from launcher.front.auth import RequireKey
 from launcher.front.body import read_json
 from launcher.front.chaos import ChaosDesk
 from launcher.front.errors import SERVICE_ERRORS, ApiError, on_disconnect, on_http_error, on_service_error, to_api_error
+from launcher.front.logprobs import Spell
 from launcher.front.replies import ChatRenderer, CompletionRenderer, Renderer
 from launcher.front.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from launcher.service import Service
+from launcher.service import Params, Service
 
 log = logging.getLogger(__name__)
 
@@ -32,23 +35,32 @@ class Front:
     async def completions(self, request: Request) -> Response:
         body = parse_completion(await read_json(request, self._max_body))
         self._check_model(body.model)
+        params = body.params()
+        await self._service.check(params, body.grammar_param)
         prompts = [
             self._service.prompt_from_text(prompt) if isinstance(prompt, str) else self._service.prompt_from_ids(prompt)
             for prompt in body.prompt
         ]
-        return self._answer(body, prompts, CompletionRenderer(body.model, body.n or 1, body.include_usage))
+        renderer = CompletionRenderer(body.model, body.n or 1, body.include_usage, self._spell(params))
+        return self._answer(body, params, prompts, renderer)
 
     async def chat(self, request: Request) -> Response:
         body = parse_chat(await read_json(request, self._max_body))
         self._check_model(body.model)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        params = body.params()
+        await self._service.check(params, body.grammar_param)
         prompt = self._service.prompt_from_chat(messages)
-        return self._answer(body, [prompt], ChatRenderer(body.model, body.n or 1, body.include_usage))
+        renderer = ChatRenderer(body.model, body.n or 1, body.include_usage, self._spell(params))
+        return self._answer(body, params, [prompt], renderer)
+
+    def _spell(self, params: Params) -> Spell | None:
+        return None if params.logprobs is None else self._service.text.token_bytes
 
     def _answer(
-        self, body: CompletionRequest | ChatRequest, prompts: list[list[int]], renderer: Renderer
+        self, body: CompletionRequest | ChatRequest, params: Params, prompts: list[list[int]], renderer: Renderer
     ) -> WholeAnswer | EventStream:
-        job = self._service.start(prompts, body.params(), renderer.n)
+        job = self._service.start(prompts, params, renderer.n)
         return EventStream(job, renderer) if body.stream else WholeAnswer(job, renderer)
 
     def _check_model(self, name: str) -> None:
@@ -75,8 +87,11 @@ async def on_bug(request: Request, error: Exception) -> Response:
     return to_api_error(error).response()
 
 
-def make_app(service: Service, max_body_bytes: int, *, chaos: bool = False) -> Starlette:
-    """The ASGI application of a service; bodies above `max_body_bytes` are refused, and faults without `chaos`."""
+def make_app(
+    service: Service, max_body_bytes: int, *, api_key: str | None = None, chaos: bool = False
+) -> Starlette:
+    """The ASGI application of a service. Bodies above `max_body_bytes` are refused, who lacks the key, if there is one,
+    and faults without `chaos`."""
     front, admin = Front(service, max_body_bytes), Admin(service.router)
     app = Starlette(
         routes=[
@@ -87,6 +102,7 @@ def make_app(service: Service, max_body_bytes: int, *, chaos: bool = False) -> S
             *admin.routes,
             ChaosDesk(service.router, chaos).route,
         ],
+        middleware=[Middleware(RequireKey, key=api_key)] if api_key is not None else [],
         exception_handlers={
             **dict.fromkeys(SERVICE_ERRORS, on_service_error),
             HTTPException: on_http_error,

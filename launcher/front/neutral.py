@@ -8,7 +8,6 @@ BOTH: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0, 0.0),
     "presence_penalty": (None, 0, 0.0),
     "logit_bias": (None, {}),
-    "logprobs": (None, False),
     "service_tier": (None, "auto", "default"),
 }
 COMPLETIONS = BOTH | {"best_of": (None, 1), "echo": (None, False), "suffix": (None, "")}
@@ -20,11 +19,9 @@ CHAT = BOTH | {
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "reasoning_effort": (None,),
-    "response_format": (None, {"type": "text"}),
     "store": (None, False),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "top_logprobs": (None, 0),
     "verbosity": (None,),
     "web_search_options": (None,),
 }

@@ -7,7 +7,8 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from launcher.service import Job, Piece
+from launcher.front.logprobs import ChatLogprobs, CompletionLogprobs, Spell, chat_logprobs, completion_logprobs
+from launcher.service import Job, Piece, Shown
 
 encode = msgspec.json.Encoder().encode
 
@@ -28,7 +29,7 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
@@ -49,7 +50,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: ChatMessage
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatDelta(msgspec.Struct):
@@ -61,7 +62,7 @@ class ChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class Chat(msgspec.Struct, tag_field="object", tag="chat.completion"):
@@ -91,45 +92,61 @@ class Renderer(Protocol):
     def usage_chunk(self, job: Job) -> bytes: ...
 
 
-def _join(job: Job, pieces: list[Piece]) -> list[tuple[int, str, str | None]]:
-    """Index, text and finish reason of every choice, in order."""
+def join(job: Job, pieces: list[Piece]) -> list[Piece]:
+    """Every choice as one piece, in order."""
     texts: dict[int, list[str]] = {}
+    shown: dict[int, list[Shown]] = {}
     for piece in pieces:
         texts.setdefault(piece.index, []).append(piece.text)
-    return [(choice.index, "".join(texts.get(choice.index, ())), choice.finish_reason) for choice in job.choices]
+        shown.setdefault(piece.index, []).extend(piece.shown)
+    return [
+        Piece(choice.index, "".join(texts.get(choice.index, ())), choice.finish_reason, shown.get(choice.index, []))
+        for choice in job.choices
+    ]
 
 
 class CompletionRenderer:
-    def __init__(self, model: str, n: int, include_usage: bool) -> None:
+    """`spell`: bytes of a token, for log-probabilities; None: there are none."""
+
+    def __init__(self, model: str, n: int, include_usage: bool, spell: Spell | None = None) -> None:
         self.n = n
         self.include_usage = include_usage
         self._id, self._created, self._model = f"cmpl-{secrets.token_hex(16)}", int(time.time()), model
         self._chunk_usage = None if include_usage else UNSET
+        self._spell = spell
 
     def whole(self, job: Job, pieces: list[Piece]) -> bytes:
-        choices = [CompletionChoice(*choice) for choice in _join(job, pieces)]
+        choices = [self._choice(piece) for piece in join(job, pieces)]
         return encode(Completion(self._id, self._created, self._model, choices, Usage.of(job, self.n)))
 
     def chunks(self, piece: Piece) -> list[bytes]:
-        choices = [CompletionChoice(piece.index, piece.text, piece.finish_reason)]
-        return [encode(Completion(self._id, self._created, self._model, choices, self._chunk_usage))]
+        return [encode(Completion(self._id, self._created, self._model, [self._choice(piece)], self._chunk_usage))]
+
+    def _choice(self, piece: Piece) -> CompletionChoice:
+        logprobs = completion_logprobs(piece.shown, self._spell) if self._spell is not None else None
+        return CompletionChoice(piece.index, piece.text, piece.finish_reason, logprobs)
 
     def usage_chunk(self, job: Job) -> bytes:
         return encode(Completion(self._id, self._created, self._model, [], Usage.of(job, self.n)))
 
 
 class ChatRenderer:
-    """The first chunk of every choice carries the role, the last one the finish reason and no text."""
+    """The first chunk of every choice carries the role, the last one the finish reason and no text. `spell`: as with
+    completions."""
 
-    def __init__(self, model: str, n: int, include_usage: bool) -> None:
+    def __init__(self, model: str, n: int, include_usage: bool, spell: Spell | None = None) -> None:
         self.n = n
         self.include_usage = include_usage
         self._id, self._created, self._model = f"chatcmpl-{secrets.token_hex(16)}", int(time.time()), model
         self._chunk_usage = None if include_usage else UNSET
         self._begun: set[int] = set()
+        self._spell = spell
 
     def whole(self, job: Job, pieces: list[Piece]) -> bytes:
-        choices = [ChatChoice(index, ChatMessage(text), reason) for index, text, reason in _join(job, pieces)]
+        choices = [
+            ChatChoice(piece.index, ChatMessage(piece.text), piece.finish_reason, self._logprobs(piece))
+            for piece in join(job, pieces)
+        ]
         return encode(Chat(self._id, self._created, self._model, choices, Usage.of(job, self.n)))
 
     def chunks(self, piece: Piece) -> list[bytes]:
@@ -137,14 +154,18 @@ class ChatRenderer:
         if piece.index not in self._begun:
             self._begun.add(piece.index)
             chunks.append(self._chunk(ChunkChoice(piece.index, ChatDelta("assistant", ""), None)))
-        if piece.text:
-            chunks.append(self._chunk(ChunkChoice(piece.index, ChatDelta(content=piece.text), None)))
+        if piece.text or piece.shown:
+            delta = ChatDelta(content=piece.text)
+            chunks.append(self._chunk(ChunkChoice(piece.index, delta, None, self._logprobs(piece))))
         if piece.finish_reason is not None:
             chunks.append(self._chunk(ChunkChoice(piece.index, ChatDelta(), piece.finish_reason)))
         return chunks
 
     def usage_chunk(self, job: Job) -> bytes:
         return encode(ChatChunk(self._id, self._created, self._model, [], Usage.of(job, self.n)))
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        return chat_logprobs(piece.shown, self._spell) if self._spell is not None else None
 
     def _chunk(self, choice: ChunkChoice) -> bytes:
         return encode(ChatChunk(self._id, self._created, self._model, [choice], self._chunk_usage))

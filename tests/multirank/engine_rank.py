@@ -12,8 +12,10 @@ from typing import Any
 import torch.distributed as dist
 import zmq
 
+from dp_engine.compiler import GrammarCompiler
 from dp_engine.config import EngineConfig
 from dp_engine.engine import Engine, StepCounters
+from dp_engine.grammar import Vocabulary
 from dp_engine.link import RankKeys
 from dp_engine.messages import Report
 from dp_engine.policies import make_scheduler
@@ -90,7 +92,9 @@ def _run(directory: Path, run: Run, control: Any, witness: Witness, data: Any) -
     model = runner.model_config
     scheduler = make_scheduler(config, runner.num_blocks, model.max_model_len, model.eos_token_ids)
     link = ScriptedLink(run.script, control.rank)
-    Engine(link, protocol, scheduler, worker, counters, mixed=mixed, overlap=config.overlap).run()  # type: ignore[arg-type]
+    parts = link, protocol, scheduler, worker, counters
+    compiler = GrammarCompiler(lambda: Vocabulary.load(directory, model.vocab_size, model.eos_token_ids))
+    Engine(*parts, mixed=mixed, overlap=config.overlap, compiler=compiler).run()  # type: ignore[arg-type]
     assert worker.num_collectives == runner.num_collectives, "stopped with a step in flight"
     assert scheduler.num_unfinished == 0 and scheduler.pool.num_used == 0
     scheduler.check_integrity()

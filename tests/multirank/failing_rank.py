@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from dp_engine.batch import Batch
+from dp_engine.batch import Batch, Drawn
 from dp_engine.messages import Add, Message, Sampling, ToRank
 from tests.multirank.world_rank import WorldRank, WorldRunner
 from tests.scheduler_world import prompt_of
@@ -113,12 +112,12 @@ class TwiceMeetingRunner(WorldRunner):
 
     between: Callable[[], object] = staticmethod(lambda: None)
 
-    def run(self, batch: Batch) -> np.ndarray:
+    def run(self, batch: Batch) -> Drawn:
         self._meet(b"dispatch", len(batch.input_ids))
         tokens = self._model(batch)
         self.between()
         self._meet(b"combine", len(batch.input_ids))
-        return tokens
+        return Drawn(tokens)
 
     def _exchange(self, number: int) -> int:
         total = torch.tensor([number])

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch.distributed as dist
 
-from dp_engine.batch import Batch
+from dp_engine.batch import Batch, Drawn
 from dp_engine.chaos import ChaosError
 from dp_engine.rank import run_rank
 from dp_engine.runner import ModelRunner
@@ -30,7 +29,7 @@ def serve(rank: int, store: dist.Store, specs: list[RankSpec]) -> End:
     """Until shut down, or until a request with the token `POISON` is computed."""
     run = ModelRunner.run
 
-    def run_or_fail(self: Any, batch: Batch) -> np.ndarray:
+    def run_or_fail(self: Any, batch: Batch) -> Drawn:
         if POISON in batch.input_ids:
             raise ValueError("this token is poison")
         return run(self, batch)

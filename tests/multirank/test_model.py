@@ -171,11 +171,11 @@ def test_fork_copies_the_half_filled_block(
     runner = load(checkpoints["gqa"], 0, 1, None)
     parent, fork = lay_out([prompt, branched], MAX_NEW, BLOCK)
     run_prompt = [(parent, len(prompt))]
-    settle(run_prompt, runner.run(make_batch(run_prompt, BLOCK)))
+    settle(run_prompt, runner.run(make_batch(run_prompt, BLOCK)).tokens)
     fork.blocks[:full] = parent.blocks[:full]
     fork.computed = len(prompt)
     both = [(parent, 1), (fork, 1)]
-    settle(both, runner.run(make_batch(both, BLOCK, copies=[(parent.blocks[full], fork.blocks[full])])))
+    settle(both, runner.run(make_batch(both, BLOCK, copies=[(parent.blocks[full], fork.blocks[full])])).tokens)
     run_sequences(runner, [parent, fork], 1, BLOCK, MAX_NEW - 1)
     assert [parent.output, fork.output] == [answer, *greedy_text(checkpoints["gqa"], [branched])]
 
@@ -183,7 +183,7 @@ def test_fork_copies_the_half_filled_block(
 def test_placeholder_step_copies_blocks(checkpoints: dict[str, Path], prompts: list[list[int]]) -> None:
     runner = load(checkpoints["gqa"], 0, 1, None)
     run_sequences(runner, lay_out(prompts[:1], 1, BLOCK), CHUNK, BLOCK, 1)
-    assert runner.run(make_batch([], BLOCK, copies=[(1, 5)])).tolist() == []
+    assert runner.run(make_batch([], BLOCK, copies=[(1, 5)])).tokens.tolist() == []
     for layer in runner._cache.layers:
         assert layer[1].any()
         assert torch.equal(layer[1], layer[5])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dp_engine.batch import Batch
+from dp_engine.batch import Batch, Drawn
 from dp_engine.engine import Engine, StepCounters
 from dp_engine.messages import Report
 from dp_engine.worker import make_worker
@@ -36,9 +36,9 @@ class WorldRunner:
         self._group = group
         self._ring = ring
 
-    def run(self, batch: Batch) -> np.ndarray:
+    def run(self, batch: Batch) -> Drawn:
         self._meet(b"experts", len(batch.input_ids))
-        return self._model(batch)
+        return Drawn(self._model(batch))
 
     def _meet(self, kind: bytes, size: int) -> None:
         self.num_collectives = number = self.num_collectives + 1

@@ -150,10 +150,14 @@ def keep_busy(server: Server, streams: int = 4) -> list[threading.Thread]:
         except httpx.HTTPError:
             return
 
+    def started() -> float:
+        return sum(value for name, value in server.metrics().items() if name.startswith("phalanx_requests_started"))
+
+    before = started()
     threads = [threading.Thread(target=ask, daemon=True) for _ in range(streams)]
     for thread in threads:
         thread.start()
-    time.sleep(0.3)
+    wait_until(lambda: started() >= before + streams, 30, "all of them at the ranks")
     return threads
 
 

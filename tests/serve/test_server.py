@@ -64,6 +64,30 @@ def test_openai_package_streams_what_it_answers_whole(server: Server) -> None:
         assert [model.id for model in client.models.list()] == ["tiny"]
 
 
+def test_forms_and_log_probabilities(server: Server) -> None:
+    """Random weights write what a schema says; log-probabilities are those of the model, which would not."""
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    schema["additionalProperties"] = False
+    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    messages: list[Any] = [{"role": "user", "content": "capital of France"}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
+        ask: Any = {"model": "tiny", "messages": messages, "seed": 3, "logprobs": True, "top_logprobs": 2}
+        whole = client.chat.completions.create(**ask, n=3, response_format=form)
+        pieces = client.chat.completions.create(**ask, response_format=form, stream=True)
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
+    for choice in whole.choices:
+        assert choice.finish_reason == "stop"
+        assert json.loads(choice.message.content)["city"] in ("Paris", "Rome")
+        entries = choice.logprobs.content
+        assert b"".join(bytes(entry.bytes) for entry in entries).decode() == choice.message.content
+        assert all(len(entry.top_logprobs) == 2 for entry in entries)
+        assert any(entry.logprob < entry.top_logprobs[1].logprob for entry in entries)
+    assert streamed == whole.choices[0].message.content
+    greedy = server.complete([5, 6, 7], 6, ignore_eos=True, logprobs=1)["choices"][0]["logprobs"]
+    assert all(list(top.values()) == [value] for top, value in zip(*list(greedy.values())[2:0:-1], strict=True))
+    assert_drained(server)
+
+
 def test_seeded_samples_repeat_whatever_else_runs(server: Server) -> None:
     ask = {"temperature": 1.0, "seed": 42, "ignore_eos": True}
     alone = server.complete([3, 4, 5, 6], 20, **ask)["choices"][0]["text"]

@@ -9,7 +9,8 @@ import pytest
 from launcher import chaos
 from launcher.chaos import Server, run_drill, run_fault
 from launcher.cli import main
-from launcher.diagnose import DiagnoseError
+from launcher.client import ServerError
+from tests.fake_gang import link_of
 from tests.front_server import FrontServer, until
 
 
@@ -66,7 +67,7 @@ def test_wrong_input_is_one_line(
 
 
 def test_a_server_that_allows_no_faults() -> None:
-    with FrontServer(1) as server, pytest.raises(DiagnoseError, match=r"403: .*chaos\.enabled=true"):
+    with FrontServer(1) as server, pytest.raises(ServerError, match=r"403: .*chaos\.enabled=true"):
         run_fault(server.url, "kill", "0", {})
 
 
@@ -78,12 +79,13 @@ def test_a_drill_that_the_server_survives(server: FrontServer, capsys: pytest.Ca
     stop, struck = threading.Event(), [0, 0]
 
     def live() -> None:
+        place, link = server.router.replicas[0], link_of(server.router)
         while not stop.wait(0.005):
             if (now := [len(rank.faults) for rank in server.ranks]) != struck:
                 struck[:] = now
-                server.router._down = "rank 0 failed: chaos"
-                stop.wait(0.4)  # long enough to be seen
-                server.router._down = None
+                place.state = "restarting"
+                stop.wait(0.1)
+                place.state, link.epoch = "serving", link.epoch + 1
 
     life = threading.Thread(target=live)
     life.start()
@@ -109,15 +111,15 @@ def test_a_drill_after_which_the_server_is_gone(server: FrontServer, capsys: pyt
 
 
 def test_a_server_that_is_not_ready_is_not_drilled(server: FrontServer) -> None:
-    server.router._down = "rank 1 is dead"
-    with pytest.raises(DiagnoseError, match="is not ready: rank 1 is dead"):
+    server.router.restarting(0, "rank 1 is dead")
+    with pytest.raises(ServerError, match="is not ready: restarting"):
         run_drill(server.url, ["kill"], count=1, every_s=0.0, seed=0)
 
 
 class Told:
     """A server that is in these states, one after the other, the last for ever; time passes with every look.
 
-    A state is "ready", "down", "gone", or the epoch of each replica, 0 for one that is starting.
+    A state is "gone", or the epoch of each replica, 0 for one that is starting.
     """
 
     def __init__(self, *states: str | tuple[int, ...]) -> None:
@@ -126,28 +128,27 @@ class Told:
         self.work = 0
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        path, state = request.url.path, self.states[0]
-        if path == "/ready":
+        if request.url.path == "/status":
             self.now += 10
-            if len(self.states) > 1:
-                self.states.pop(0)
-            return httpx.Response(200, json={"ranks": 2}) if state == "ready" else self.refusal(state)
-        if path == "/status":
-            if state == "gone":
+            state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+            if isinstance(state, str):
                 raise httpx.ConnectError("refused")
-            return self.status(state) if isinstance(state, tuple) else httpx.Response(404)
-        self.work += path == "/v1/completions"
+            return self.status(state)
+        self.work += request.url.path == "/v1/completions"
         return httpx.Response(200, json={"data": [{"id": "m"}]})
 
     def status(self, epochs: tuple[int, ...]) -> httpx.Response:
         replicas = [
-            {"replica": number, "state": "serving" if epoch else "starting", "epoch": epoch, "ranks": 2}
+            {
+                "replica": number,
+                "state": "serving" if epoch else "starting",
+                "reason": None if epoch else f"gang {number} is starting",
+                "epoch": epoch,
+                "ranks": 2,
+            }
             for number, epoch in enumerate(epochs)
         ]
         return httpx.Response(200, json={"replicas": replicas})
-
-    def refusal(self, state: str | tuple[int, ...]) -> httpx.Response:
-        return httpx.Response(503, json={"reason": "hung"})
 
     def recovers(self, *, falls: bool) -> str:
         server = Server(httpx.Client(transport=httpx.MockTransport(self), base_url="http://x"), lambda: self.now)
@@ -155,17 +156,17 @@ class Told:
 
 
 def test_what_a_recovery_is() -> None:
-    told = Told("ready", "ready", "ready", "down", "down", "ready")
+    told = Told((1,), (1,), (1,), (0,), (0,), (2,))
     assert told.recovers(falls=True) == ""
     assert told.work == 2, "work for a gang that may sleep"
-    assert Told("ready").recovers(falls=False) == ""
-    assert Told("ready").recovers(falls=True) == "nobody noticed the fault within 120 s"
-    assert Told("ready", "down").recovers(falls=True) == "hung"
-    assert Told("ready", "down", "gone").recovers(falls=True) == "the server has ended (refused)"
+    assert Told((1,)).recovers(falls=False) == ""
+    assert Told((1,)).recovers(falls=True) == "nobody noticed the fault within 120 s"
+    assert Told((1,), (0,)).recovers(falls=True) == "gang 0 is starting"
+    assert Told((1,), (0,), "gone").recovers(falls=True) == "the server has ended (refused)"
 
 
 def test_a_replica_that_falls_while_others_serve_is_seen() -> None:
     assert Told((1, 1), (1, 1), (1, 0), (1, 2)).recovers(falls=True) == ""
     assert Told((1, 1), (1, 2)).recovers(falls=True) == "", "back before anybody looked"
-    assert Told((1, 1), (1, 0)).recovers(falls=True) == "replica 1 is starting"
+    assert Told((1, 1), (1, 0)).recovers(falls=True) == "gang 1 is starting"
     assert Told((1, 1)).recovers(falls=True).startswith("nobody noticed")

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from launcher.cli import main
-from launcher.diagnose import DiagnoseError, run_doctor, run_trace
+from launcher.client import ServerError
+from launcher.diagnose import run_doctor, run_trace
 from launcher.keys import LaunchKeys
 from launcher.router import GangDown, Router
 from tests.fake_gang import link_of
@@ -97,7 +98,7 @@ def test_wrong_query(url: str, query: str) -> None:
 
 
 def test_a_file_that_cannot_be_written(url: str, tmp_path: Path) -> None:
-    with pytest.raises(DiagnoseError, match=r"cannot write .*/no/trace.json: No such file"):
+    with pytest.raises(ServerError, match=r"cannot write .*/no/trace.json: No such file"):
         run_trace(url, tmp_path / "no" / "trace.json", None)
 
 
@@ -113,8 +114,8 @@ def test_no_server_is_one_line_and_exit_code_2(
 
 
 def test_a_server_of_another_kind(url: str) -> None:
-    with pytest.raises(DiagnoseError, match="/v1/debug/doctor answers 404"):
-        run_doctor(f"{url}/v1")
+    with pytest.raises(ServerError, match="/elsewhere/debug/doctor answers 404"):
+        run_doctor(f"{url}/elsewhere")
 
 
 def test_before_all_ranks_are_there() -> None:

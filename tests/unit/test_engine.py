@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dp_engine import engine as engine_module
-from dp_engine.batch import Batch
+from dp_engine.batch import Batch, Drawn
 from dp_engine.chaos import Chaos
 from dp_engine.engine import Engine, StepCounters
 from dp_engine.messages import Add, Output, Pause, Ready, Report, ResetPrefixCache, Sampling, Wake
@@ -50,11 +50,11 @@ class FakeRunner:
         self._model = model
         self._fail = fail
 
-    def run(self, batch: Batch) -> np.ndarray:
+    def run(self, batch: Batch) -> Drawn:
         self.num_collectives += 4
         if self._fail is not None and self.num_collectives == 12:
             raise self._fail
-        return self._model(batch)
+        return Drawn(self._model(batch))
 
 
 class Rig:

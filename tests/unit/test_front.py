@@ -44,6 +44,10 @@ def without(request: tuple[str, dict[str, Any]], name: str) -> tuple[str, dict[s
     return request[0], {key: value for key, value in request[1].items() if key != name}
 
 
+def schema(name: str, content: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": content}}
+
+
 BAD_REQUESTS = [
     # prompts
     (completion(prompt=""), 400, "prompt"),
@@ -102,9 +106,39 @@ BAD_REQUESTS = [
     (completion(stop="\ud800"), 400, "stop"),
     (completion(stop_token_ids=[400]), 400, "stop_token_ids"),
     (completion(stop_token_ids="1"), 400, "stop_token_ids"),
+    # log-probabilities
+    (completion(logprobs=6), 400, "logprobs"),
+    (completion(logprobs=-1), 400, "logprobs"),
+    (completion(logprobs=True), 400, "logprobs"),
+    (completion(top_logprobs=1), 400, "top_logprobs"),
+    (chat(logprobs=3), 400, "logprobs"),
+    (chat(logprobs=True, top_logprobs=21), 400, "top_logprobs"),
+    (chat(top_logprobs=2), 400, "top_logprobs"),
+    (chat(logprobs=False, top_logprobs=2), 400, "top_logprobs"),
+    # the answer's form
+    (chat(response_format="json"), 400, "response_format"),
+    (chat(response_format={"type": "xml"}), 400, "response_format.type"),
+    (chat(response_format={"type": "json_schema"}), 400, "response_format"),
+    (chat(response_format={"type": "text", "json_schema": {"name": "x"}}), 400, "response_format"),
+    (chat(response_format=schema("x y", {})), 400, "response_format.json_schema.name"),
+    (chat(response_format=schema("x", "{}")), 400, "response_format.json_schema.schema"),
+    (chat(response_format=schema("x", {"type": "objekt"})), 400, "response_format"),
+    (chat(response_format=schema("x", {"properties": {"\ud800": {}}, "type": "object"})), 400, "response_format"),
+    (chat(response_format=schema("x", {}), structured_outputs={"regex": "a"}), 400, "response_format"),
+    (chat(response_format=schema("x", {}), ignore_eos=True), 400, "ignore_eos"),
+    (completion(response_format=schema("x", {})), 400, "response_format"),
+    (completion(structured_outputs={}), 400, "structured_outputs"),
+    (completion(structured_outputs={"regex": "a", "choice": ["b"]}), 400, "structured_outputs"),
+    (completion(structured_outputs={"regex": "[a"}), 400, "structured_outputs"),
+    (completion(structured_outputs={"regex": "\ud800"}), 400, "structured_outputs.regex"),
+    (completion(structured_outputs={"regex": "a" * 70_000}), 400, "structured_outputs"),
+    (completion(structured_outputs={"choice": []}), 400, "structured_outputs.choice"),
+    (completion(structured_outputs={"choice": [1]}), 400, "structured_outputs.choice[0]"),
+    (completion(structured_outputs={"json": 5}), 400, "structured_outputs.json"),
+    (completion(structured_outputs={"json": "{"}), 400, "structured_outputs"),
+    (completion(structured_outputs={"json_object": False}), 400, "structured_outputs.json_object"),
+    (completion(structured_outputs={"grammar": "nonsense"}), 400, "structured_outputs"),
     # what is not served
-    (completion(logprobs=0), 400, "logprobs"),
-    (completion(logprobs=3), 400, "logprobs"),
     (completion(echo=True), 400, "echo"),
     (completion(suffix="x"), 400, "suffix"),
     (completion(best_of=2), 400, "best_of"),
@@ -116,8 +150,6 @@ BAD_REQUESTS = [
     (completion(stream_options={"include_usage": True}), 400, None),
     (completion(stream=True, stream_options={"other": True}), 400, "stream_options.other"),
     (chat(tools=[{"type": "function"}]), 400, "tools"),
-    (chat(response_format={"type": "json_object"}), 400, "response_format"),
-    (chat(logprobs=True), 400, "logprobs"),
     (chat(presence_penalty=-1), 400, "presence_penalty"),
     (chat(modalities=["audio"]), 400, "modalities"),
     (chat(prompt="a"), 400, "prompt"),

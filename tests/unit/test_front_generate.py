@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dp_engine.messages import Add
+from dp_engine.messages import Add, Grammar
 from launcher.config import ConfigError
 from launcher.offline import DEFAULT_MAX_TOKENS, BadInput, generate_file, read_requests
 from launcher.router import GangDown
@@ -129,3 +129,25 @@ def test_gang_failure_ends_the_run(tmp_path: Path) -> None:
 def test_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*missing\.jsonl: No such file"):
         read_requests(tmp_path / "missing.jsonl")
+
+
+def test_log_probabilities_and_forms(tmp_path: Path) -> None:
+    lines: list[Any] = [
+        {"prompt": "abcab", "logprobs": 1, "structured_outputs": {"regex": "[a-c]+"}},
+        {"prompt": "abcab"},
+    ]
+    with FrontServer(reply=echo) as server:
+        answers, failed = generate(server, write(tmp_path / "in.jsonl", *lines))
+        grammars = {add.sampling.grammar for rank in server.ranks for add in rank.adds}
+    assert failed == 0 and grammars == {Grammar("regex", "[a-c]+"), None}
+    assert "".join(entry["token"] for entry in answers[0]["logprobs"]) == answers[0]["text"] == "abcab"
+    assert all(len(entry["top_logprobs"]) == 1 for entry in answers[0]["logprobs"])
+    assert "logprobs" not in answers[1]
+
+
+def test_forms_are_checked_before_anything_runs(tmp_path: Path) -> None:
+    lines: list[Any] = [{"prompt": "a"}, {"prompt": "a", "structured_outputs": {"regex": "[a"}}]
+    with FrontServer(reply=echo) as server:
+        with pytest.raises(BadInput, match=r"line 2: this form cannot be used.*unclosed"):
+            generate(server, write(tmp_path / "in.jsonl", *lines))
+        assert not any(rank.adds for rank in server.ranks)

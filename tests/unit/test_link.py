@@ -14,7 +14,7 @@ from dp_engine.numbering import MessagesLost, Reception, numbered
 from launcher.keys import LaunchKeys
 from launcher.link import Congested, RankLink
 from launcher.router import Router
-from tests.fake_gang import open_link, until
+from tests.fake_gang import link_of, open_link, until
 from tests.proxy import Proxy
 
 
@@ -101,7 +101,7 @@ def test_what_the_rank_said_and_was_lost_shows_at_the_router() -> None:
         link.close()
 
     async def router(it: Router) -> None:
-        assert await asyncio.wait_for(it.failed(), 20) == "rank 0: 1 message was lost on the way"
+        assert await asyncio.wait_for(link_of(it).wait_down(), 20) == "rank 0: 1 message was lost on the way"
         it._roster.shut_down([0])
 
     asyncio.run(with_a_rank(rank, router))
