@@ -102,7 +102,7 @@ def test_what_the_rank_said_and_was_lost_shows_at_the_router() -> None:
 
     async def router(it: Router) -> None:
         assert await asyncio.wait_for(link_of(it).wait_down(), 20) == "rank 0: 1 message was lost on the way"
-        it._roster.shut_down([0])
+        link_of(it).roster.shut_down([0])
 
     asyncio.run(with_a_rank(rank, router))
 
