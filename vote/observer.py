@@ -195,7 +195,7 @@ async def _serve(socket: Any, observer: Observer) -> None:
 
 async def _main() -> None:
     if sys.platform == "linux":
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the rank's own cores may be busy, with what is asked about
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the rank's own may be busy with what is asked about
     stdin = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
