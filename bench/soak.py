@@ -246,7 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcome, port = Outcome(), servers.free_port()
     with tempfile.TemporaryDirectory() as scratch:
         model = arguments.model.resolve() if arguments.model else checkpoint(Path(scratch))
-        command = servers.phalanx(model, port, arguments.config, [*SETTINGS, *arguments.set])
+        settings = [*SETTINGS, f"supervision.crash_dir={scratch}/crashes", *arguments.set]
+        command = servers.phalanx(model, port, arguments.config, settings)
         try:
             with nothing_left(outcome) as seen, servers.running(command, port, START_TIMEOUT_S) as server:
                 asyncio.run(watched(server.url, server.pid, arguments, outcome, seen))

@@ -40,9 +40,9 @@ async def strike_all(
 ) -> None:
     """`count` faults at random ranks and steps; each when the server has got over the one before. Raises SoakFailed."""
     for _ in range(count):
-        replicas = await _until(client, _calm, limit_s, "serving, with no request under suspicion")
+        before = await _until(client, _calm, limit_s, "serving, with no request under suspicion")
         await asyncio.sleep(rng.uniform(*CALM_S))
-        target = rng.choice(replicas)
+        target = rng.choice(before["replicas"])
         fault = {
             "kind": rng.choice(kinds),
             "replica": target["replica"],
@@ -53,7 +53,7 @@ async def strike_all(
         reply = await client.post("/debug/chaos", json=fault)
         if reply.status_code != 200:
             raise SoakFailed(f"/debug/chaos answers {reply.status_code}: {reply.text[:300]}")
-        await _until(client, _later_than(replicas), limit_s, "in another life")
+        await _until(client, _later_than(before), limit_s, "in another life")
         await _until(client, _serving, limit_s, "serving")
         on_blow(Blow(**fault, struck=struck, serving=time.monotonic()))
 
@@ -77,21 +77,21 @@ def recovery(arrivals: Sequence[float], blow: Blow) -> float | None:
     return None if end is None else end - blow.struck
 
 
-async def status(client: httpx.AsyncClient) -> list[dict[str, Any]]:
-    """What /status says of each replica. Raises SoakFailed."""
+async def status(client: httpx.AsyncClient) -> dict[str, Any]:
+    """What /status says. Raises SoakFailed."""
     try:
         reply = await client.get("/status")
     except httpx.TransportError as error:
         raise SoakFailed(f"the server has ended: {error or type(error).__name__}") from None
     if reply.status_code != 200:
         raise SoakFailed(f"/status answers {reply.status_code}: this server does not tell of its gangs' lives")
-    replicas: list[dict[str, Any]] = reply.json()["replicas"]
-    return replicas
+    found: dict[str, Any] = reply.json()
+    return found
 
 
 async def _until(
-    client: httpx.AsyncClient, condition: Callable[[list[dict[str, Any]]], bool], limit_s: float, what: str
-) -> list[dict[str, Any]]:
+    client: httpx.AsyncClient, condition: Callable[[dict[str, Any]], bool], limit_s: float, what: str
+) -> dict[str, Any]:
     deadline = time.monotonic() + limit_s
     while not condition(now := await status(client)):
         if time.monotonic() > deadline:
@@ -100,17 +100,17 @@ async def _until(
     return now
 
 
-def _serving(replicas: list[dict[str, Any]]) -> bool:
-    return all(replica["state"] == "serving" for replica in replicas)
+def _serving(now: dict[str, Any]) -> bool:
+    return all(replica["state"] == "serving" for replica in now["replicas"])
 
 
-def _calm(replicas: list[dict[str, Any]]) -> bool:
-    return _serving(replicas) and not any(replica["suspects"] for replica in replicas)
+def _calm(now: dict[str, Any]) -> bool:
+    return _serving(now) and now["suspects"] == 0
 
 
-def _later_than(before: list[dict[str, Any]]) -> Callable[[list[dict[str, Any]]], bool]:
+def _later_than(before: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
     return lambda now: _lives(now) > _lives(before)
 
 
-def _lives(replicas: list[dict[str, Any]]) -> int:
-    return sum(replica["epoch"] for replica in replicas)
+def _lives(now: dict[str, Any]) -> int:
+    return sum(replica["epoch"] for replica in now["replicas"])

@@ -155,8 +155,8 @@ class Lives:
         self.looks_since += 1
         self.epoch += self.looks_since == 2
         state, suspects = ("starting" if self.looks_since in (1, 2) else "serving"), int(self.looks_since < 5)
-        replica = {"replica": 0, "state": state, "epoch": self.epoch, "ranks": 3, "suspects": suspects}
-        return httpx.Response(200, json={"replicas": [replica]})
+        replica = {"replica": 0, "state": state, "epoch": self.epoch, "ranks": 3}
+        return httpx.Response(200, json={"replicas": [replica], "suspects": suspects})
 
 
 def test_faults_come_one_after_the_other_when_nobody_is_under_suspicion(monkeypatch: pytest.MonkeyPatch) -> None:
