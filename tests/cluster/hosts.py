@@ -17,10 +17,17 @@ import pytest
 
 from tests.serve.server import ROOT
 
-RAY = str(Path(sys.executable).parent / "ray")
+BIN = Path(sys.executable).parent
 PORT = 6379
-# A cluster of its own, whatever this user's other ones are like.
-ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+JOBS = "http://127.0.0.1:8265"  # on the head
+# A cluster of its own, whatever this user's other ones are like; its nodes have the requirements on their path.
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_API_SERVER_ADDRESS": JOBS,
+    "PYTHONPATH": str(ROOT),
+    "PATH": f"{BIN}:{os.environ['PATH']}",
+}
 _START_S = 120.0
 _STOP_S = 20.0
 
@@ -90,12 +97,12 @@ class TwoHosts:
 
     def start_ray(self, cpus: int) -> None:
         """A head and a node with `cpus` each."""
-        self._start_node(self.head, "--head", "--port", str(PORT), "--include-dashboard", "false", cpus=cpus)
+        self._start_node(self.head, "--head", "--port", str(PORT), cpus=cpus)
         self._start_node(self.worker, "--address", self.ray_address, cpus=cpus)
 
     def _start_node(self, host: Host, *args: str, cpus: int) -> None:
         command = [
-            RAY, "start", *args, "--node-ip-address", host.address, "--num-cpus", str(cpus),
+            "ray", "start", *args, "--node-ip-address", host.address, "--num-cpus", str(cpus),
             "--object-store-memory", str(80 << 20), "--disable-usage-stats",
             "--temp-dir", str(self._folder / host.namespace[-1]),
         ]  # fmt: skip
@@ -116,7 +123,7 @@ class TwoHosts:
 
 
 @contextlib.contextmanager
-def two_hosts(*, cpus: int = 1) -> Iterator[TwoHosts]:
+def two_hosts(*, cpus: int = 2) -> Iterator[TwoHosts]:
     """Hosts with a running Ray cluster; leaves no process, namespace or folder. Skips where there may be none."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need Linux, root and the `ip` command")

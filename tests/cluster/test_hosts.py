@@ -1,19 +1,55 @@
 """One gang over two hosts that have two networks."""
 
+import contextlib
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, MixtralForCausalLM
 
-from tests.cluster.hosts import ENVIRONMENT, TwoHosts, two_hosts
-from tests.serve.server import Server
+from tests.cluster.hosts import ENVIRONMENT, Host, TwoHosts, two_hosts
+from tests.serve.server import wait_until
 
 PROMPT = "the capital of"
+CUT_CONFIG = """
+model: {model}
+dp: 4
+server: {{port: 0}}
+ranks: {{cpus: 0.5}}
+ray: {{strategy: SPREAD, placement_timeout_s: 120}}
+vote: {{control_timeout_s: 5}}
+supervision: {{crash_dir: {state}/crashes}}
+"""
+GET = """import sys, urllib.request
+print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())"""
+STREAMS = """import json, sys, threading, urllib.request
+url, model, prompt = sys.argv[1:]
+texts, begun = {}, threading.Barrier(7)
+def follow(number):
+    body = {"model": model, "prompt": f"{prompt} {number}", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    data = json.dumps(body | {"stream": True}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    texts[number] = ""
+    for line in urllib.request.urlopen(request, timeout=180):
+        if line.startswith(b"data: {"):
+            if not texts[number]:
+                begun.wait()
+            texts[number] += json.loads(line[6:])["choices"][0]["text"]
+threads = [threading.Thread(target=follow, args=(number,)) for number in range(6)]
+for thread in threads:
+    thread.start()
+begun.wait()
+print("begun")
+for thread in threads:
+    thread.join()
+print(json.dumps(texts))"""
 ASK = """import sys, urllib.request
 url, body = sys.argv[1:]
 request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
@@ -52,19 +88,53 @@ def greedy(model_dir: Path, prompt: str, max_tokens: int) -> str:
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_a_gang_over_two_hosts_answers_as_one(hosts: TwoHosts, tiny: Path) -> None:
+def job_log(hosts: TwoHosts, job: str) -> str:
+    return hosts.run_on(hosts.head, ["python", "-m", "launcher", "logs", job]).stdout
+
+
+def wait_log(hosts: TwoHosts, job: str, words: str, timeout_s: float) -> str:
+    """The job's log, as soon as it has these words."""
+    wait_until(lambda: words in job_log(hosts, job), timeout_s, f"{words!r} in the log of {job}")
+    return job_log(hosts, job)
+
+
+def status(hosts: TwoHosts, url: str) -> dict[str, Any]:
+    asked = hosts.run_on(hosts.head, ["python", "-c", GET, f"{url}/status"])
+    assert asked.returncode == 0, asked.stderr
+    return json.loads(asked.stdout)
+
+
+def places(log: str) -> list[tuple[str, str]]:
+    """Rank and node of all ranks so far, as the log has them."""
+    return re.findall(r"rank (\d) \| on node (10\.77\.0\.\d) ", log)
+
+
+def test_ray_job_submit_serves_one_gang_over_two_hosts(hosts: TwoHosts, tiny: Path) -> None:
     """Two ranks on each, and all that is between ranks goes over the network it was told to use."""
-    args = on_both(hosts, tiny, "--dp", "4", "--set", "ranks.interface=10.78.0.0/16", "--verbose")
-    with Server(*args, prefix=hosts.head.wrap([]), env=ENVIRONMENT, timeout_s=200) as server:
-        nodes = re.findall(r"rank (\d) \| on node (10\.77\.0\.\d) ", server.output)
-        assert nodes == [("0", "10.77.0.1"), ("1", "10.77.0.1"), ("2", "10.77.0.2"), ("3", "10.77.0.2")]
-        body = {"model": server.model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-        ask = [sys.executable, "-c", ASK, f"{server.url}/v1/completions", json.dumps(body)]
-        asked = hosts.run_on(hosts.worker, ask)
-        assert asked.returncode == 0, asked.stderr
-        assert json.loads(asked.stdout)["choices"][0]["text"] == greedy(tiny, PROMPT, 12)
-        pids = {int(pid) for pid in re.findall(r"rank \d \| on node \S+ \S+ pid (\d+)", server.output)}
-        assert len(pids) == 4 and pids <= set(hosts.head.pids()) | set(hosts.worker.pids())
+    settings = ["ranks.cpus=0.5", "ray.strategy=SPREAD", "ranks.interface=10.78.0.0/16", "server.port=0"]
+    serve = ["python", "-m", "launcher", "serve", "configs/two-node-cpu.yaml", "--model", str(tiny), "--dp", "4", "-v"]
+    serve += [word for setting in settings for word in ("--set", setting)]
+    options = ["--submission-id", "plain", "--no-wait", "--working-dir", "."]
+    done = hosts.run_on(hosts.head, ["ray", "job", "submit", *options, "--", *serve], 120)
+    assert done.returncode == 0, done.stderr
+    log = wait_log(hosts, "plain", "ready  http", 200)
+    assert places(log) == [("0", "10.77.0.1"), ("1", "10.77.0.1"), ("2", "10.77.0.2"), ("3", "10.77.0.2")]
+    [url] = re.findall(r"^ready  (http://10\.77\.0\.1:\d+) ", log, re.MULTILINE)
+    body = {"model": tiny.name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    asked = hosts.run_on(hosts.worker, ["python", "-c", ASK, f"{url}/v1/completions", json.dumps(body)])
+    assert asked.returncode == 0, asked.stderr
+    assert json.loads(asked.stdout)["choices"][0]["text"] == greedy(tiny, PROMPT, 12)
+    stopped = hosts.run_on(hosts.head, ["python", "-m", "launcher", "stop", "plain"], 90)
+    assert stopped.returncode == 0, stopped.stderr
+    wait_until(lambda: ranks_on(hosts.head) + ranks_on(hosts.worker) == 0, 20, "all ranks have ended")
+
+
+def ranks_on(host: Host) -> int:
+    commands = []
+    for pid in host.pids():
+        with contextlib.suppress(OSError):
+            commands.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+    return sum(b"RankActor" in command for command in commands)
 
 
 def test_a_network_without_a_way_between_hosts_is_said_before_anything_loads(hosts: TwoHosts, tiny: Path) -> None:
@@ -81,3 +151,31 @@ def test_a_network_that_a_host_lacks_is_named_with_those_it_has(hosts: TwoHosts,
     error = failing(hosts, tiny, "10.78.0.2/32")
     assert "node 10.77.0.1: no interface for the ranks: tried one with an address in 10.78.0.2/32; there are" in error
     assert "eth1 (10.77.0.1" in error and "node 10.77.0.2:" not in error
+
+
+def test_phalanx_submit_and_a_host_that_is_cut_off_under_load(hosts: TwoHosts, tiny: Path, tmp_path: Path) -> None:
+    """The ranks of the host that is left go on with all requests, on twice as much of it."""
+    config = tmp_path / "mine.yaml"
+    config.write_text(CUT_CONFIG.format(model=tiny, state=tmp_path))
+    submitted = hosts.run_on(hosts.head, ["python", "-m", "launcher", "submit", str(config), "--id", "ours"], 200)
+    assert submitted.returncode == 0, submitted.stderr
+    url = submitted.stdout.strip()
+    assert re.fullmatch(r"http://10\.77\.0\.1:\d+", url)
+    command = hosts.head.wrap(["python", "-u", "-c", STREAMS, url, tiny.name, PROMPT])
+    client = subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert client.stdout is not None and client.stdout.readline() == "begun\n"
+        hosts.link_down()
+        said, _ = client.communicate(timeout=200)
+    finally:
+        client.kill()
+        hosts.link_up()
+    texts = json.loads(said)
+    assert texts == {str(n): greedy(tiny, f"{PROMPT} {n}", 400) for n in range(len(texts))} and len(texts) == 6
+    log = job_log(hosts, "ours")
+    assert "is out of reach: its host does not answer" in log, log
+    assert places(log)[:4] == [("0", "10.77.0.1"), ("1", "10.77.0.1"), ("2", "10.77.0.2"), ("3", "10.77.0.2")]
+    now = status(hosts, url)
+    assert now["suspects"] == now["inflight"] == 0, "no request puts a host out of reach"
+    assert now["replicas"][0]["state"] == "serving" and now["replicas"][0]["restarts"] >= 1
+    assert places(log)[-4:] == [(str(rank), "10.77.0.1") for rank in range(4)]

@@ -24,8 +24,9 @@ STREAMS = 6
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Server]:
     """Three ranks, two cores; the last test drains it."""
-    options = ("--dp", "3", "--set", "ranks.cpus=0.5", "--set", f"vote.control_timeout_s={TIMEOUT_S}")
-    with Server("--model", str(checkpoint), *options) as server:
+    settings = "ranks.cpus=0.5", f"vote.control_timeout_s={TIMEOUT_S}", "chaos.enabled=true"
+    options = [word for setting in settings for word in ("--set", setting)]
+    with Server("--model", str(checkpoint), "--dp", "3", *options) as server:
         yield server
 
 
@@ -83,9 +84,13 @@ def last_report(server: Server) -> list[str]:
     return server.lines[starts[-1] :] if starts else []
 
 
-def wait_recovered(server: Server, before: int) -> None:
-    wait_until(lambda: restarts(server) == before + 1, RECOVERY_S, f"a restart\n{server.output}")
+def wait_recovered(server: Server, before: int, times: int = 1) -> None:
+    wait_until(lambda: restarts(server) == before + times, RECOVERY_S, f"a restart\n{server.output}")
     assert httpx.get(f"{server.url}/ready").status_code == 200
+
+
+def errors(server: Server) -> list[str]:
+    return [line for line in server.lines if line.startswith("phalanx: error:")]
 
 
 def marked(lines: list[str]) -> list[str]:
@@ -114,6 +119,31 @@ def test_a_killed_rank_is_named_and_no_stream_notices(server: Server, undisturbe
     wait_until(lambda: status(server)["suspects"] == 0, 30, "nobody is suspected any more")
 
 
+def test_a_rank_that_raises_is_named_and_no_stream_notices(server: Server, undisturbed: list[str]) -> None:
+    before = restarts(server)
+    with streams(server, undisturbed):
+        asked = ask_phalanx("chaos", "raise", "--rank", "1", "--url", server.url)
+        assert (asked.returncode, asked.stdout) == (0, "raise at rank 1\n"), asked.stderr
+        wait_recovered(server, before)
+    assert any("rank 1 failed: ChaosError: chaos: raise on demand" in line for line in errors(server)), server.output
+
+
+def test_a_request_that_ends_its_rank_each_time_is_failed_and_all_others_finish(
+    server: Server, undisturbed: list[str]
+) -> None:
+    before = restarts(server)
+    reply = server.post("/debug/chaos", {"kind": "poison", "tokens": [17, 4, 17], "rank": "all"})
+    assert reply.status_code == 200, reply.text
+    with streams(server, undisturbed):
+        refused = server.post("/v1/completions", {**body(server, 0), "prompt": [9, 17, 4, 17, 9]}, RECOVERY_S)
+        assert refused.status_code == 500, refused.text
+        error = refused.json()["error"]
+        assert error["code"] == "request_poisoned" and "2 times" in error["message"], error
+        wait_recovered(server, before, times=2)
+    finished = [value for name, value in server.metrics().items() if 'reason="poisoned"' in name]
+    assert sum(finished) == 1
+
+
 def test_a_stopped_rank_is_named_and_no_stream_notices(server: Server, undisturbed: list[str]) -> None:
     family, before, pid = server.family(), restarts(server), server.pid_of(1)
     with streams(server, undisturbed):
@@ -139,10 +169,11 @@ def test_a_rank_that_is_stopped_in_its_sleep_is_noticed(server: Server, undistur
 
 
 def test_what_people_see_of_it(server: Server) -> None:
-    errors = [line for line in server.lines if line.startswith("phalanx: error:")]
-    assert len(errors) == restarts(server) and all("has ended" in line for line in errors), server.output
+    assert len(errors(server)) == restarts(server), server.output
+    assert all("has ended" in line for line in errors(server)), server.output
     assert sum("serves again" in line for line in server.lines) == restarts(server)
-    assert "Traceback" not in server.output and "never retrieved" not in server.output, server.output
+    ours = [line for line in server.lines if not line.startswith("rank ")]  # a rank that raises says where
+    assert not any("Traceback" in line or "never retrieved" in line for line in ours), server.output
     folder = crash_folder(server)
     assert {path.name for path in folder.iterdir()} >= {"report.json", "trace.json", "ranks.log"}
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
