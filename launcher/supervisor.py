@@ -26,6 +26,7 @@ from vote.report import Sightings
 VERDICT_S = 8.0  # after the first sign of an end, for the ranks to say why
 FRUITFUL_S = 60.0  # a life that serves for so long counts as a good one, requests or not
 SPARE_AFTER_S = 5.0  # a life has served, before the next one's processes are started
+SPARE_PATIENCE_S = 5.0  # for a spare that is being placed when it is needed
 REMAINS_S = 10.0  # for the last life's processes to be gone
 
 
@@ -105,17 +106,19 @@ class Supervisor:
         """Watch over one life after the other. Returns why there are no more."""
         settings, failures = self._config.supervision, 0
         while True:
-            assert self._life is not None
+            assert (life := self._life) is not None
             spare = asyncio.create_task(self._keep_spare())
-            death, carried = await self._outlive(self._life)
-            if not self._placing:
-                spare.cancel()
-            await asyncio.wait({spare})
-            failures = 0 if self._fruitful(self._life) else failures + 1
-            if not settings.restart or failures >= settings.max_failures:
+            death = await self._end_of(life)
+            carried = self._router.bury(self.replica, life.link.epoch, death)
+            failures = 0 if self._fruitful(life) else failures + 1
+            over = not settings.restart or failures >= settings.max_failures
+            if not over:
+                go_on = f"; {carried} request{'s' if carried != 1 else ''} will go on" if carried else ""
+                self._voice.error(f"{self._name} (epoch {self._epoch}) has ended: {death.reason}{go_on}")
+            await self._clear(life, death, carried)
+            await self._settle(spare)
+            if over:
                 return await self._give_up(death, failures)
-            go_on = f"; {carried} request{'s' if carried != 1 else ''} will go on" if carried else ""
-            self._voice.error(f"{self._name} (epoch {self._epoch}) has ended: {death.reason}{go_on}")
             while (failure := await self._try_again(failures)) is not None:
                 failures += 1
                 if failures >= settings.max_failures:
@@ -238,15 +241,19 @@ class Supervisor:
 
     # ---- ends
 
-    async def _outlive(self, life: Life) -> tuple[Death, int]:
-        """Wait for the end of a life and bury it. Returns why it ended and how many of its requests go on."""
-        death = await self._end_of(life)
-        carried = self._router.bury(self.replica, life.link.epoch, death)
+    async def _clear(self, life: Life, death: Death, carried: int) -> None:
+        """Keep what is to be seen of a life that has ended, and end what is left of it."""
         seen = await asyncio.to_thread(last_sight, life.link)  # before Ray kills the ranks, and their observers too
         self._do(self._keep(life.link, death, carried, seen))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(life.gang.kill(), REMAINS_S)
-        return death, carried
+
+    async def _settle(self, spare: "asyncio.Task[None]") -> None:
+        """The spare is there, or about to be, or will not be: what hangs with a lost host is not waited for."""
+        if self._placing:
+            await asyncio.wait({spare}, timeout=SPARE_PATIENCE_S)
+        spare.cancel()
+        await asyncio.wait({spare}, timeout=REMAINS_S)
 
     def _fruitful(self, life: Life) -> bool:
         """Was it a good one?"""

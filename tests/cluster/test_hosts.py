@@ -173,9 +173,8 @@ def test_phalanx_submit_and_a_host_that_is_cut_off_under_load(hosts: TwoHosts, t
     texts = json.loads(said)
     assert texts == {str(n): greedy(tiny, f"{PROMPT} {n}", 400) for n in range(len(texts))} and len(texts) == 6
     log = job_log(hosts, "ours")
-    assert "is out of reach: its host does not answer" in log, log
-    assert places(log)[:4] == [("0", "10.77.0.1"), ("1", "10.77.0.1"), ("2", "10.77.0.2"), ("3", "10.77.0.2")]
+    assert re.search(r"rank 2 is out of reach: its host does not answer; rank 3 is out of reach", log), log
     now = status(hosts, url)
     assert now["suspects"] == now["inflight"] == 0, "no request puts a host out of reach"
     assert now["replicas"][0]["state"] == "serving" and now["replicas"][0]["restarts"] >= 1
-    assert places(log)[-4:] == [(str(rank), "10.77.0.1") for rank in range(4)]
+    assert ranks_on(hosts.head) >= 4
