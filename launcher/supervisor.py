@@ -106,7 +106,8 @@ class Supervisor:
         """Watch over one life after the other. Returns why there are no more."""
         settings, failures = self._config.supervision, 0
         while True:
-            assert (life := self._life) is not None
+            life = self._life
+            assert life is not None
             spare = asyncio.create_task(self._keep_spare())
             death = await self._end_of(life)
             carried = self._router.bury(self.replica, life.link.epoch, death)

@@ -1,6 +1,7 @@
 """Two hosts on one machine: network namespaces with two networks between them, and a real Ray cluster over one."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from tests.serve.server import ROOT
 BIN = Path(sys.executable).parent
 PORT = 6379
 JOBS = "http://127.0.0.1:8265"  # on the head
+HEALTH = {"initial_delay_ms": 0, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
 # A cluster of its own, whatever this user's other ones are like; its nodes have the requirements on their path.
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -28,6 +30,8 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "PATH": f"{BIN}:{os.environ['PATH']}",
 }
+# Ray's defaults take a minute to notice that a host has gone.
+QUICK = json.dumps({f"health_check_{name}": value for name, value in HEALTH.items()})
 _START_S = 120.0
 _STOP_S = 20.0
 
@@ -97,7 +101,7 @@ class TwoHosts:
 
     def start_ray(self, cpus: int) -> None:
         """A head and a node with `cpus` each."""
-        self._start_node(self.head, "--head", "--port", str(PORT), cpus=cpus)
+        self._start_node(self.head, "--head", "--port", str(PORT), "--system-config", QUICK, cpus=cpus)
         self._start_node(self.worker, "--address", self.ray_address, cpus=cpus)
 
     def _start_node(self, host: Host, *args: str, cpus: int) -> None:
