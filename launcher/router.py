@@ -3,10 +3,11 @@ ends goes on elsewhere, as its prompt and the tokens so far.
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 
 from dp_engine.messages import Add, Fault, Hello, LogLine, Output, PauseMode, Rejected, Sampling
+from launcher import suspicion
 from launcher.books import Quote
 from launcher.death import Death
 from launcher.gang_link import GangLink
@@ -20,27 +21,21 @@ from launcher.ticket import (
     Inbox,
     QueueFull,
     RankBusy,
-    RequestPoisoned,
     RequestRejected,
     Ticket,
     Work,
 )
+from launcher.waiting_room import WaitingRoom
 
 __all__ = ["Delta", "GangDown", "Inbox", "QueueFull", "RankBusy", "RequestRejected", "Router", "Ticket"]
 
 OnLog = Callable[[int, int, int, str], None]  # replica, rank, logging level, text
 
-PROBATION_TOKENS = 3  # more than a rank can have computed beyond what the router had heard when it ended
-MOST_DEATHS = 8  # of ranks that a request was running on, although it got over each of them
-
 
 class Router:
     """The requests of all gangs. All methods are called on one event loop.
 
-    Owns the tickets, the queues of those that run nowhere, and the replicas. A request that was running on the rank at
-    fault when its gang ended is a suspect: it goes on alone among its like, one suspect a rank, until it has come past
-    the place where it was. So a request that ends its rank every time is found at the second death, and takes nobody
-    along.
+    Owns the tickets, the waiting room, and the replicas.
     """
 
     def __init__(
@@ -64,11 +59,9 @@ class Router:
         self._silence_s = silence_s
         self._on_log = on_log
         self._tickets: dict[int, Ticket] = {}
-        self._waiting: deque[Ticket] = deque()
-        self._suspects: deque[Ticket] = deque()
+        self._room = WaitingRoom()
         self._next_id = 1
         self._down: str | None = None
-        self._pumping = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._drain = asyncio.Event()
@@ -92,9 +85,9 @@ class Router:
                 continue
             carried += 1
             if death.blames(rank):
-                ticket.deaths.append(death.reason)
-                ticket.strikes += ticket.suspect  # it may have got over it meanwhile
-                self._fail_if_poisoned(ticket)
+                if (error := suspicion.blame(ticket, death, self.max_deaths)) is not None:
+                    self._end(ticket, "poisoned")
+                    ticket.fail(error)
             elif not ticket.died_with and not ticket.strikes:
                 self._acquit(ticket)
             carried -= not ticket.open
@@ -168,7 +161,7 @@ class Router:
     @property
     def num_waiting(self) -> int:
         """Of these, the ones that run nowhere at present."""
-        return len(self._waiting) + len(self._suspects)
+        return len(self._room)
 
     @property
     def num_suspects(self) -> int:
@@ -202,25 +195,22 @@ class Router:
         ticket = Ticket(self._next_id, work, inbox)
         self._tickets[ticket.request_id] = ticket  # before it is placed: that gang may end at this very moment
         try:
-            placed = not self._waiting and self._place(ticket)
+            placed = not self._room.has_others and self._place(ticket)
         except Congested as error:
             del self._tickets[ticket.request_id]
             raise QueueFull(str(error)) from None
         self._next_id += 1
         self._idle.clear()
         if not placed and not ticket.suspect:
-            self._waiting.append(ticket)
+            self._room.join(ticket)
         return ticket
 
     def abort(self, ticket: Ticket, reason: str = "abort") -> None:
         """End a request here and at its rank, with `reason` as its finish reason. Idempotent."""
         if ticket.request_id not in self._tickets:
             return
-        link = ticket.link
-        self._close_ticket(ticket, reason)
+        self._end(ticket, reason)
         ticket.finish(reason)
-        if link is not None and link.down is None:
-            link.roster.abort(ticket.rank, ticket.request_id)
         self._pump()
 
     def drain(self) -> None:
@@ -232,11 +222,17 @@ class Router:
         await self._drain.wait()
         await self._idle.wait()
 
+    def _end(self, ticket: Ticket, reason: str) -> None:
+        """Close a ticket whose rank, if it has one, does not know yet."""
+        link = ticket.link
+        self._close_ticket(ticket, reason)
+        if link is not None and link.down is None:
+            link.roster.abort(ticket.rank, ticket.request_id)
+
     def _close_ticket(self, ticket: Ticket, reason: str) -> None:
         del self._tickets[ticket.request_id]
         if ticket.link is None:
-            queue = self._suspects if ticket.suspect else self._waiting
-            queue.remove(ticket)
+            self._room.leave(ticket)
             self.unplaced[reason] += 1
         else:
             self._leave_rank(ticket, ticket.link, reason)
@@ -246,21 +242,14 @@ class Router:
     def _leave_rank(self, ticket: Ticket, link: GangLink, reason: str) -> None:
         link.books.release(ticket.request_id)
         self.replicas[link.replica].finished[ticket.rank][reason] += 1
-        self._end_probation(ticket)
+        suspicion.end_probation(ticket)
 
     # ---- where requests run
 
     def _pump(self) -> None:
-        """Hand out what waits, as far as there is room. Suspects first: they have waited longest."""
-        if self._pumping or not self.num_waiting or not any(place.serving for place in self.replicas):
-            return
-        self._pumping = True
-        try:
-            for queue in (self._suspects, self._waiting):
-                while queue and self._try_place(queue[0]):
-                    queue.popleft()
-        finally:
-            self._pumping = False
+        """Hand out what waits, as far as there is room."""
+        if len(self._room) and any(place.serving for place in self.replicas):
+            self._room.hand_out(self._try_place)
 
     def _try_place(self, ticket: Ticket) -> bool:
         try:
@@ -293,7 +282,7 @@ class Router:
             link.books.charge(ticket.request_id, rank, 0 if parent else len(add.prompt), ticket.remaining)
             self.replicas[link.replica].started[rank] += 1
             if ticket.suspect:
-                link.probation[rank], ticket.probation = ticket, PROBATION_TOKENS
+                suspicion.try_out(ticket, link, rank)
             link.roster.wake_all()
             return True
         return False
@@ -306,8 +295,7 @@ class Router:
             return parent.link, parent.rank, parent.request_id
         best: tuple[Quote, GangLink] | None = None
         for link in self.links:
-            among = [rank for rank in range(link.world_size) if not ticket.suspect or rank not in link.probation]
-            if not among:
+            if not (among := suspicion.free_ranks(link, ticket)):
                 continue
             tokens = len(work.prompt) + len(ticket.emitted)
             quote = link.books.quote(tokens, ticket.remaining, work.choices if fresh else 1, among)
@@ -315,45 +303,15 @@ class Router:
                 best = quote, link
         return None if best is None else (best[1], best[0].rank, 0)
 
-    # ---- suspects
-
-    def _suspect(self, ticket: Ticket, link: GangLink) -> None:
-        """Its gang has ended under it."""
-        self._leave_rank(ticket, link, "carried_over")
-        ticket.died_with[link.key] = ticket.rank
-        ticket.link = None
-        ticket.suspect = True
-
     def _acquit(self, ticket: Ticket) -> None:
         """It was not the cause of any death."""
         if not ticket.suspect:
             return
-        self._end_probation(ticket)
+        suspicion.end_probation(ticket)
         if ticket.link is None:
-            self._suspects.remove(ticket)
-            self._waiting.appendleft(ticket)
+            self._room.acquit(ticket)
         ticket.suspect = False
         ticket.strikes = 0
-
-    def _end_probation(self, ticket: Ticket) -> None:
-        link = ticket.link
-        if link is not None and link.probation.get(ticket.rank) is ticket:
-            del link.probation[ticket.rank]
-
-    def _fail_if_poisoned(self, ticket: Ticket) -> None:
-        if ticket.strikes < self.max_deaths and len(ticket.deaths) < MOST_DEATHS:
-            return
-        link = ticket.link
-        self._close_ticket(ticket, "poisoned")
-        reasons = "; ".join(dict.fromkeys(ticket.deaths))
-        ticket.fail(
-            RequestPoisoned(
-                f"it was running on the rank at fault each time when its gang ended, {len(ticket.deaths)} times, "
-                f"so it is not tried again ({reasons})"
-            )
-        )
-        if link is not None and link.down is None:
-            link.roster.abort(ticket.rank, ticket.request_id)
 
     # ---- the operator's
 
@@ -433,8 +391,9 @@ class Router:
             self.restarting(link.replica, link.down or "")
         carried = [ticket for ticket in self._tickets.values() if ticket.link is link]
         for ticket in carried:
-            self._suspect(ticket, link)
-        self._suspects.extendleft(reversed(carried))
+            self._leave_rank(ticket, link, "carried_over")
+            suspicion.suspect(ticket, link)
+        self._room.carry(carried)
         self._pump()
 
     def on_line(self, link: GangLink, line: LogLine) -> None:

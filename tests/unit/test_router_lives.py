@@ -13,7 +13,8 @@ from dp_engine.messages import Add, Output, Sampling, TokenLogprobs
 from launcher.books import Load
 from launcher.death import Death
 from launcher.keys import LaunchKeys
-from launcher.router import PROBATION_TOKENS, GangDown, QueueFull, Router, Ticket
+from launcher.router import GangDown, QueueFull, Router, Ticket
+from launcher.suspicion import PROBATION_TOKENS
 from launcher.ticket import RequestPoisoned
 from tests.fake_gang import collect, open_link, run
 from tests.fake_rank import FakeRank
