@@ -8,6 +8,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from launcher.whereabouts import Whereabouts
 
+CUT_OFF = {"RouterLost", "MessagesLost"}  # errors of ranks whose way to the router has gone
 BYSTANDERS = {"LockstepBroken", "SettingsMismatch", "RanksMissing"}  # errors of ranks that only noticed something
 
 EndKind = Literal["killed", "raised", "left", "lost"]
@@ -18,7 +19,8 @@ class RankEnd:
     """How a rank's `run` ended.
 
     kind: "killed", its process is gone; "raised", an exception; "left", it returned unasked; "lost", its node is gone
-    or cannot be reached. bystander: it only noticed that another rank had left, as its reason says.
+    or cannot be reached, or its router cannot. bystander: it only noticed that another rank had left, as its reason
+    says.
     """
 
     rank: int
@@ -58,7 +60,8 @@ def end_of(rank: int, error: BaseException | None, where: Whereabouts, alive: Co
         cause = error.cause
         if type(cause).__name__ in BYSTANDERS:
             return RankEnd(rank, one_line(cause), True, "raised")
-        return RankEnd(rank, f"failed: {type(cause).__name__}: {one_line(cause)}", False, "raised")
+        kind: EndKind = "lost" if type(cause).__name__ in CUT_OFF else "raised"
+        return RankEnd(rank, f"failed: {type(cause).__name__}: {one_line(cause)}", False, kind)
     node = f"node {where.node_ip} ({where.node_id[:8]})"
     if where.node_id not in alive:
         return RankEnd(rank, f"was lost with its {node}", False, "lost")

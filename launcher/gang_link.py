@@ -71,6 +71,7 @@ class GangLink:
         self.bad_messages = 0  # did not parse, or came from a peer that has no say
         self.last_output_at: float | None = None  # time.monotonic()
         self.down: str | None = None
+        self.lost_rank: int | None = None  # whose connection is why
         self.fruitful = False  # some request has come to its end here
         self.diagnosis: Diagnosis | None = None
         self.probation: dict[int, Ticket] = {}
@@ -177,13 +178,18 @@ class GangLink:
                 await self._changed.wait()
 
     def _on_lost(self, rank: int) -> None:
-        self.fail(f"rank {rank} is not connected any more")
+        self._lose(rank, f"rank {rank} is not connected any more")
 
     def _on_broken(self, identity: bytes, reason: str) -> None:
         """Messages were lost, or a connection has ended: fatal between a rank's Hello and its Goodbye."""
         rank = self.roster.rank_of(identity)
         if rank is not None and rank not in self._goodbyes and not self._stopping:
-            self.fail(f"rank {rank}: {reason}")
+            self._lose(rank, f"rank {rank}: {reason}")
+
+    def _lose(self, rank: int, reason: str) -> None:
+        if self.down is None:
+            self.lost_rank = rank
+        self.fail(reason)
 
     # ---- from ranks
 

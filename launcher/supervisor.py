@@ -55,14 +55,17 @@ def backoff(failures: int, first_s: float, most_s: float) -> float:
 def judge(link: GangLink, end: GangEnd | None, seen: Death | None) -> Death:
     """Why a life ended. The ranks' own diagnosis counts for most, then what Ray says of their processes, then what was
     seen from outside, then what the router noticed first."""
+    blamed = end.blamed if end is not None else []
+    lost = bool(blamed) and all(rank.kind == "lost" for rank in blamed)
     if (diagnosis := link.diagnosis) is not None and diagnosis.culprits:
-        reason = end.reason if end is not None and end.blamed else diagnosis.title
-        return Death(reason, frozenset(diagnosis.culprits), diagnosis.innocent)
-    if end is not None and end.blamed:
-        culprits = frozenset(rank.rank for rank in end.blamed)
-        return Death(end.reason, culprits, innocent=all(rank.kind == "lost" for rank in end.blamed))
+        reason = end.reason if end is not None and blamed else diagnosis.title
+        return Death(reason, frozenset(diagnosis.culprits), diagnosis.innocent or lost)
+    if end is not None and blamed:
+        return Death(end.reason, frozenset(rank.rank for rank in blamed), lost)
     if seen is not None:
         return seen
+    if link.lost_rank is not None:
+        return Death(link.down or "", frozenset({link.lost_rank}), innocent=True)
     return Death(end.reason if end is not None else link.down or "it ended")
 
 

@@ -3,6 +3,7 @@
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError, RayTaskError
 
+from dp_engine.link import RouterLost
 from launcher.ends import RankEnd, blame, end_of
 from launcher.processes import ProcessId
 from launcher.whereabouts import Whereabouts
@@ -23,6 +24,7 @@ def raised(error: Exception) -> RayTaskError:
     [
         (None, "left", False, "left unasked"),
         (raised(ValueError("two\nlines")), "raised", False, "failed: ValueError: two lines"),
+        (raised(RouterLost("no router")), "lost", False, "failed: RouterLost: no router"),
         (raised(LockstepBroken("rank 2 left")), "raised", True, "rank 2 left"),
         (ActorDiedError(), "killed", False, "died: its process (pid 77) was killed or crashed"),
         (ActorUnavailableError("?", None), "lost", False, "was lost: its node 10.0.0.3 (abcdef01) cannot be reached"),

@@ -11,6 +11,7 @@ import pytest
 
 from dp_engine.messages import Diagnosis, Sampling, encode
 from launcher.config import ConfigError, DeploymentConfig, SupervisionConfig
+from launcher.death import Death
 from launcher.ends import GangEnd, RankEnd
 from launcher.errors import DeploymentFailed
 from launcher.gang_link import GangLink
@@ -267,6 +268,7 @@ CULPRITS = Diagnosis(0, "lockstep broken\n...", [2], True)
 NOBODY = Diagnosis(0, "lockstep broken\n...", [], False)
 RAISED = RankEnd(1, "failed: OSError", False, "raised")
 NOTICED = RankEnd(0, "lockstep broken", True, "raised")
+CUT_OFF = Diagnosis(0, "lockstep broken\n...", [3], False)
 LOST = RankEnd(3, "is lost with its node", False, "lost")
 
 
@@ -282,6 +284,7 @@ LOST = RankEnd(3, "is lost with its node", False, "lost")
         (None, (LOST, RAISED), "the end", {1, 3}, False),
         (None, (NOTICED,), "the end", None, False),
         (None, None, "what the router saw", None, False),
+        (CUT_OFF, (NOTICED, LOST), "the end", {3}, True),
     ],
 )
 def test_judge(
@@ -295,3 +298,11 @@ def test_judge(
     link.diagnosis, link.down = diagnosis, "what the router saw"
     death = judge(link, GangEnd("the end", ends) if ends is not None else None, None)
     assert (death.reason, death.culprits, death.innocent) == (reason, culprits, innocent)
+
+
+def test_a_connection_that_was_lost_is_nobodys_fault() -> None:
+    link = Router(4).open(0, LaunchKeys.generate(), 1)
+    link._on_lost(2)
+    assert judge(link, None, None) == Death("rank 2 is not connected any more", frozenset({2}), innocent=True)
+    died = GangEnd("rank 2 died", (RankEnd(2, "died", False, "killed"),))
+    assert judge(link, died, None) == Death("rank 2 died", frozenset({2}))
