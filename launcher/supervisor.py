@@ -116,6 +116,8 @@ class Supervisor:
             carried = self._router.bury(self.replica, life.link.epoch, death)
             failures = 0 if self._fruitful(life) else failures + 1
             over = not settings.restart or failures >= settings.max_failures
+            if life.link.diagnosis is not None:
+                self._voice.report(life.link.diagnosis.text)
             if not over:
                 go_on = f"; {carried} request{'s' if carried != 1 else ''} will go on" if carried else ""
                 self._voice.error(f"{self._name} (epoch {self._epoch}) has ended: {death.reason}{go_on}")
@@ -284,9 +286,7 @@ class Supervisor:
                 task.cancel()
 
     async def _keep(self, link: GangLink, death: Death, carried: int, seen: Sightings) -> None:
-        """Tell people, and keep what there is to keep; meanwhile the next gang starts."""
-        if link.diagnosis is not None:
-            self._voice.report(link.diagnosis.text)
+        """Write down what there is to keep; meanwhile the next gang starts."""
         folder = await asyncio.to_thread(self._crashes.write, link, death, carried, seen)
         if folder is not None:
             self._voice.stage(f"crash report in {folder}")

@@ -1,4 +1,4 @@
-"""Fixtures of the cluster tests. Clusters use every core, so all of these tests run on one worker."""
+"""Fixtures of the cluster tests. Clusters use every core, so these and the other folder's run on one worker."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
+            item.add_marker(pytest.mark.xdist_group("servers"))
 
 
 @pytest.fixture(scope="session")

@@ -153,6 +153,7 @@ def test_a_network_that_a_host_lacks_is_named_with_those_it_has(hosts: TwoHosts,
     assert "eth1 (10.77.0.1" in error and "node 10.77.0.2:" not in error
 
 
+@pytest.mark.slow
 def test_phalanx_submit_and_a_host_that_is_cut_off_under_load(hosts: TwoHosts, tiny: Path, tmp_path: Path) -> None:
     """The ranks of the host that is left go on with all requests, on twice as much of it."""
     config = tmp_path / "mine.yaml"

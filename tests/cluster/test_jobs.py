@@ -15,7 +15,6 @@ from tests.checkpoints import write_mixtral
 from tests.cluster.head import BIN, Head
 from tests.serve.server import ROOT, wait_until
 
-pytestmark = pytest.mark.xdist_group("cluster")
 KEY = "sk-of-this-test"
 PROMPT = {"model": "tiny", "prompt": [5, 9, 40, 200, 17], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 

@@ -1,4 +1,4 @@
-"""Fixtures of the server tests. Servers use every core, so all of these tests run on one worker."""
+"""Fixtures of the server tests. Servers use every core, so these and the other folder's run on one worker."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("serve"))
+            item.add_marker(pytest.mark.xdist_group("servers"))
 
 
 @pytest.fixture(scope="session")

@@ -99,8 +99,8 @@ class Server:
         return code
 
     def rank_pids(self) -> list[int]:
-        """Processes of the ranks, by the name Ray gives them."""
-        return sorted(p.pid for p in self.family() if "RankActor" in " ".join(p.cmdline()))
+        """Processes of the ranks that run, by the name Ray gives them; not those that wait for the next life."""
+        return sorted(p.pid for p in self.family() if "RankActor.run" in " ".join(p.cmdline()))
 
     def pid_of(self, rank: int) -> int:
         """The process of a rank, as its observer tells."""

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ def read_stream(server: Server, number: int) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: Server) -> list[str]:
-    return [read_stream(server, number) for number in range(STREAMS)]
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda number: read_stream(server, number), range(STREAMS)))
 
 
 @contextmanager
@@ -74,8 +76,12 @@ def status(server: Server) -> dict[str, Any]:
     return httpx.get(f"{server.url}/status", timeout=30).json()
 
 
+def gangs(server: Server) -> list[dict[str, Any]]:
+    return status(server)["replicas"]
+
+
 def restarts(server: Server) -> int:
-    return status(server)["replicas"][0]["restarts"]
+    return gangs(server)[0]["restarts"]
 
 
 def last_report(server: Server) -> list[str]:
@@ -103,13 +109,13 @@ def crash_folder(server: Server) -> Path:
     return max(server.crash_dir.glob("gang-*"))
 
 
-@pytest.mark.parametrize("victim", [2, 0], ids=["a rank", "the one that keeps the store"])
-def test_a_killed_rank_is_named_and_no_stream_notices(server: Server, undisturbed: list[str], victim: int) -> None:
+def test_a_killed_rank_is_named_and_no_stream_notices(server: Server, undisturbed: list[str]) -> None:
+    victim = 0  # which keeps the gang's store, and hears the ballots
     before, pid = restarts(server), server.pid_of(victim)
     with streams(server, undisturbed):
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 5, "not ready")
-        wait_until(lambda: any(f"(pid {pid}) was killed" in line for line in server.lines), 15, "a report")
+        wait_until(lambda: last_report(server) != [], 15, "a report")
         title = last_report(server)[0]
         assert f"rank {victim} is dead" in title and title.count("rank ") == 1, "nobody else is named"
         wait_recovered(server, before)
@@ -181,6 +187,21 @@ def test_what_people_see_of_it(server: Server) -> None:
     assert metrics['phalanx_gang_restarts_total{gang="0"}'] == restarts(server)
     assert metrics["phalanx_requests_queued"] == metrics["phalanx_requests_suspect"] == 0
     assert all(metrics[f'phalanx_requests_inflight{{gang="0",rank="{rank}"}}'] == 0 for rank in range(3))
+
+
+def test_work_of_a_gang_moves_to_the_other_at_once(checkpoint: Path, undisturbed: list[str]) -> None:
+    """Two gangs of one rank each: the texts are those of the gang of three."""
+    settings = "replicas=2", "ranks.cpus=0.5", "engine.max_num_batched_tokens=32"
+    options = [word for setting in settings for word in ("--set", setting)]
+    with Server("--model", str(checkpoint), "--dp", "1", *options) as pair:
+        with streams(pair, undisturbed):
+            os.kill(pair.rank_pids()[0], signal.SIGKILL)
+            wait_until(lambda: any(each["state"] != "serving" for each in gangs(pair)), 10, "a gang has ended")
+            assert httpx.get(f"{pair.url}/ready").status_code == 200
+        wait_until(lambda: sum(each["restarts"] for each in gangs(pair)) == 1, RECOVERY_S, pair.output)
+        assert [each["state"] for each in gangs(pair)] == ["serving"] * 2
+        carried = [value for name, value in pair.metrics().items() if 'reason="carried_over"' in name]
+        assert sum(carried) == STREAMS / 2, "each gang had half of the work"
 
 
 def test_drain_ends_the_server_when_the_last_request_has_ended(server: Server, undisturbed: list[str]) -> None:
