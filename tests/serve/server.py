@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-READY = re.compile(r"^ready\s+(http://\S+)\s+model (\S+)\s+(\d+) ranks?")
+READY = re.compile(r"^ready\s+(http://\S+)\s+model (\S+)\s+(?:\d+ x )?(\d+) ranks?")
 
 
 class Server:
