@@ -123,7 +123,8 @@ def test_both_serve_from_their_working_directory(head: Head, plain: str, ours: F
     with_key = httpx.post(f"{url}/v1/completions", json=PROMPT, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
     answer = httpx.post(f"{plain_url}/v1/completions", json=PROMPT, timeout=60).json()["choices"][0]["text"]
     assert with_key.json()["choices"][0]["text"] == answer
-    assert [process.nice() for process in ranks()] == [0] * 4, "Ray starts its workers at 15"
+    niceness = [process.nice() for process in ranks()]  # of two jobs, and of what waits for their next lives
+    assert len(niceness) >= 4 and set(niceness) == {0}, "Ray starts its workers at 15"
 
 
 def test_what_submit_says(head: Head, ours: Following) -> None:

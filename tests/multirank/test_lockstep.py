@@ -93,8 +93,8 @@ def test_these_are_many_steps_of_every_kind(size: int, floods: int, steps: int) 
     for name, ranks in results.items():
         turns = ranks[0].turns
         assert sum(turn.sleep for turn in turns) >= floods
-        assert all(rank.report.placeholder_steps > 100 for rank in ranks), name
-        assert sum(rank.report.preemptions for rank in ranks) > 10, name
+        assert all(rank.report.placeholder_steps > steps // 100 for rank in ranks), name
+        assert sum(rank.report.preemptions for rank in ranks) > floods // 3, name
         if name.startswith("unified"):
             assert {turn.step_type for turn in turns} == {"mixed", "idle"}
             continue
