@@ -137,6 +137,7 @@ def ranks_on(host: Host) -> int:
     return sum(b"RankActor" in command for command in commands)
 
 
+@pytest.mark.slow
 def test_a_network_without_a_way_between_hosts_is_said_before_anything_loads(hosts: TwoHosts, tiny: Path) -> None:
     hosts.move_address(hosts.worker, "eth2", "10.78.1.2/24")
     try:
@@ -147,6 +148,7 @@ def test_a_network_without_a_way_between_hosts_is_said_before_anything_loads(hos
     assert "node 10.77.0.1 has eth1 (10.77.0.1" in error
 
 
+@pytest.mark.slow
 def test_a_network_that_a_host_lacks_is_named_with_those_it_has(hosts: TwoHosts, tiny: Path) -> None:
     error = failing(hosts, tiny, "10.78.0.2/32")
     assert "node 10.77.0.1: no interface for the ranks: tried one with an address in 10.78.0.2/32; there are" in error
