@@ -18,7 +18,7 @@ help:  ## show this list
 serve: model  ## serve the demo model on two ranks
 	@exec $(BIN)/phalanx serve configs/demo.yaml $(ARGS)
 
-test: lint model  ## lint, then all tests
+test: lint model  ## lint, then the tests (ARGS="-m slow": those that take long)
 	@exec $(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: setup  ## ruff and mypy

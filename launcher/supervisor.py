@@ -111,7 +111,7 @@ class Supervisor:
         while True:
             life = self._life
             assert life is not None
-            spare = asyncio.create_task(self._keep_spare())
+            spare = self._do(self._keep_spare())
             death = await self._end_of(life)
             carried = self._router.bury(self.replica, life.link.epoch, death)
             failures = 0 if self._fruitful(life) else failures + 1
@@ -292,10 +292,11 @@ class Supervisor:
             self._voice.stage(f"crash report in {folder}")
         await link.close()
 
-    def _do(self, chore: Coroutine[Any, Any, None]) -> None:
+    def _do(self, chore: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(chore)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
+        return task
 
     async def _give_up(self, death: Death, failures: int) -> str:
         reason = death.reason

@@ -47,7 +47,10 @@ class WaitingRoom:
         self._busy = True
         try:
             for queue in (self._suspects, self._others):
-                while queue and place(queue[0]):
-                    queue.popleft()
+                while queue:
+                    ticket = queue.popleft()  # its new gang may end at once and bring it back, before others
+                    if not place(ticket):
+                        queue.appendleft(ticket)
+                        break
         finally:
             self._busy = False

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from dp_engine.messages import PROTOCOL_VERSION, Add, Hello, Output, decode_to_rank, encode
+from dp_engine.messages import PROTOCOL_VERSION, Add, Hello, Output, Wake, decode_to_rank, encode
 from launcher.death import Death
 from launcher.gang_link import GangLink
 from launcher.keys import LaunchKeys
-from launcher.link import Congested
+from launcher.link import Congested, Unroutable
 from launcher.router import Router, Ticket
 
 
@@ -17,6 +17,7 @@ class Lives:
         self.router = Router(world_size, replicas=replicas, **options)
         self.sent: list[tuple[int, int, int, Any]] = []
         self.full: set[tuple[int, int]] = set()
+        self.lost: dict[tuple[int, int], int] = {}  # ranks that are found to be gone after so many wake-ups
         self.links: dict[int, GangLink] = {}
         for replica in range(replicas):
             self.begin(replica)
@@ -30,6 +31,8 @@ class Lives:
         def send(identity: bytes, payload: bytes) -> None:
             if (replica, int(identity)) in self.full:
                 raise Congested
+            if isinstance(decode_to_rank(payload), Wake) and self._is_lost(replica, int(identity)):
+                raise Unroutable
             self.sent.append((replica, epoch, int(identity), decode_to_rank(payload)))
 
         link._link.send = send  # type: ignore[method-assign]
@@ -37,6 +40,12 @@ class Lives:
         for rank in range(size if present else 0):
             self.say(link, rank, Hello(PROTOCOL_VERSION, keys.launch_id, epoch, rank, size, 1, 100, 512, ""))
         return link
+
+    def _is_lost(self, replica: int, rank: int) -> bool:
+        left = self.lost.pop((replica, rank), None)
+        if left:
+            self.lost[replica, rank] = left - 1
+        return left == 0
 
     def say(self, link: GangLink, rank: int, message: Any) -> None:
         link._on_message(b"%d" % rank, encode(message))

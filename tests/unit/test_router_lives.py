@@ -238,7 +238,7 @@ STEPS = st.lists(
         st.tuples(st.sampled_from(["submit", "begin", "drop"]), st.integers(0, 1), st.just(0)),
         st.tuples(st.sampled_from(["emit", "end", "abort"]), st.integers(0, 30), st.just(0)),
         st.tuples(st.just("die"), st.integers(0, 1), st.integers(-1, 2)),
-        st.tuples(st.just("full"), st.integers(0, 1), st.integers(0, 1)),
+        st.tuples(st.sampled_from(["full", "lose"]), st.integers(0, 1), st.integers(0, 1)),
     ),
     max_size=60,
 )
@@ -254,6 +254,7 @@ def test_nothing_is_lost_whatever_happens(steps: list[tuple[str, int, int]]) -> 
         play(lives, tickets, kind, a, b)
         check(lives, tickets)
     lives.full.clear()
+    lives.lost.clear()
     for replica in (0, 1):
         if lives.links[replica].down is not None:
             lives.begin(replica)
@@ -282,6 +283,8 @@ def play(lives: Lives, tickets: list[Ticket], kind: str, a: int, b: int) -> None
         lives.die(None if b < 0 else {min(b, 1)}, replica=a, innocent=b == 2)
     elif kind == "full":
         lives.full ^= {(a, b)}
+    elif kind == "lose":
+        lives.lost[a, b] = 1
     elif ticket is None:
         return
     elif kind == "abort":
@@ -298,6 +301,23 @@ def check(lives: Lives, tickets: list[Ticket]) -> None:
     open_ones = [ticket for ticket in tickets if ticket.open]
     assert lives.router.inflight == len(open_ones)
     assert lives.router.num_waiting == sum(ticket.link is None for ticket in open_ones)
+
+
+def test_a_gang_that_ends_while_it_is_given_work_loses_none() -> None:
+    """Several suspects are given places when the last rank turns out to be gone."""
+    lives = Lives(3)
+    tickets = [submit(lives, number) for number in range(6)]
+    lives.die(None)
+    lives.lost[0, 2] = 1
+    lives.begin()
+    assert lives.links[0].down is not None
+    assert lives.router.num_waiting == 6 and all(ticket.link is None for ticket in tickets)
+    lives.begin()
+    for _ in range(8):
+        for ticket in tickets:
+            if ticket.link is not None and ticket.open:
+                lives.emit(ticket, 1, end="stop")
+    assert [ticket.take().finish_reason for ticket in tickets] == ["stop"] * 6
 
 
 # ---- over sockets
