@@ -25,7 +25,7 @@ from dp_engine.runner import ModelRunner
 from dp_engine.spec import RankSpec
 from dp_engine.worker import make_worker
 from ep.dispatch import make_dispatcher
-from ep.placement import ExpertPlacement
+from ep.placement import Placements
 from vote.ballot import PROTOCOL_VERSION
 from vote.errors import LockstepBroken, VoteError
 from vote.group import Groups
@@ -135,10 +135,12 @@ def _join(
         store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device, host=spec.host,
         secret=spec.keys.client_secret.encode(), timeout_s=spec.vote.control_timeout_s,
     )  # fmt: skip
-    placement = ExpertPlacement.contiguous(config.num_experts, spec.world_size)
-    dispatcher = make_dispatcher(spec.experts.backend, placement, spec.rank, groups.data, device, recorder.data)
+    placements = Placements.contiguous(config.num_layers, config.num_experts, spec.world_size)
+    dispatcher = make_dispatcher(
+        spec.experts.backend, placements, spec.rank, spec.world_size, groups.data, device, recorder.data
+    )
     started = time.monotonic()
-    runner = ModelRunner.load(Path(spec.model_dir), spec.engine, placement, dispatcher, device, log.info)
+    runner = ModelRunner.load(Path(spec.model_dir), spec.engine, dispatcher, device, log.info)
     log.info("loaded in %.1f s on %s, %d threads", time.monotonic() - started, device, spec.threads)
     if store is not None:
         store.set(f"loaded/{spec.rank}", "")

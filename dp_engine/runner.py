@@ -16,7 +16,6 @@ from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.models.mixtral import Mixtral, Step
 from dp_engine.sampler import constrain, per_output, sample
 from ep.dispatch import Dispatcher
-from ep.placement import ExpertPlacement
 from kernels.attention import plan_attention
 from vote.decision import StepType
 
@@ -37,13 +36,12 @@ class ModelRunner:
         cls,
         model_dir: Path,
         engine: EngineConfig,
-        placement: ExpertPlacement,
         dispatcher: Dispatcher,
         device: torch.device,
         progress: Callable[[str], None],
     ) -> "ModelRunner":
         """Load this rank's share of the checkpoint. Raises ModelConfigError, CheckpointError, and ValueError when
-        placement, dispatcher and model do not belong together."""
+        dispatcher and model do not belong together."""
         config = ModelConfig.load(model_dir, engine)
         if engine.num_state_slots is not None:
             raise ModelConfigError(
@@ -54,10 +52,10 @@ class ModelRunner:
             raise ModelConfigError(
                 "engine.clip_drafts is off: drafts would run past the model's last position; it is for replays only"
             )
-        if placement != dispatcher.placement or placement.num_logical != config.num_experts:
+        placed = [layer.num_logical for layer in dispatcher.placements.layers]
+        if placed != [config.num_experts] * config.num_layers:
             raise ValueError(
-                f"the model has {config.num_experts} experts, the placement {placement.num_logical}, "
-                f"the dispatcher's {dispatcher.placement.num_logical}"
+                f"the model has {config.num_experts} experts in {config.num_layers} layers, the dispatcher {placed}"
             )
         if dispatcher.device != device:
             raise ValueError(f"the model is to run on {device}, its dispatcher on {dispatcher.device}")

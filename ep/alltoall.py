@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllToAllOptions, Work
 
-from ep.dispatch import CollectiveFailed, Dispatched, Dispatcher, Log, inverse
-from ep.placement import ExpertPlacement
+from ep.dispatch import CollectiveFailed, Dispatched, Dispatcher, Log, inverse, weighted_sum
+from ep.placement import ExpertPlacement, Placements
 
 # Bytes per rank that may be sent in vain to save one collective: what a loopback or a network link moves meanwhile.
 SPARE_BYTES = 128 << 10
@@ -43,7 +43,20 @@ class _Handle:
     send_splits: list[int]
     receive_splits: list[int]
     to_pairs: Tensor  # int64 [T * k] where the output of each (token, k) pair is among the received rows
-    top_k: int
+    weights: Tensor  # fp32 [T, k]
+
+
+class _Owners:
+    """Where a layer's physical experts are, as arrays."""
+
+    def __init__(self, placement: ExpertPlacement, rank: int):
+        self.counts = list(placement.local_counts)  # experts of each rank
+        self.num_local = placement.local_counts[rank]
+        self.num_physical = placement.num_physical
+        first = placement.first_physical[rank]
+        self.slot_of = np.full(placement.num_physical, self.num_local)  # num_local: some other rank's
+        self.slot_of[first : first + self.num_local] = np.arange(self.num_local)
+        self.rank_of = np.array(placement.rank_of)
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -51,7 +64,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def __init__(
         self,
-        placement: ExpertPlacement,
+        placements: Placements,
         rank: int,
         group: ProcessGroup,
         device: torch.device,
@@ -59,81 +72,83 @@ class AllToAllDispatcher(Dispatcher):
         log: Log | None = None,
     ):
         """`device`: where the tokens are, and what the group's backend can send from."""
-        super().__init__(placement, rank, device, log)
-        if group.size() != placement.world_size or group.rank() != rank:
-            raise ValueError(
-                f"rank {rank} of {placement.world_size} got a group in which it is {group.rank()} of {group.size()}"
-            )
+        super().__init__(placements, rank, device, log)
+        for layer in placements.layers:
+            if group.size() != layer.world_size or group.rank() != rank:
+                raise ValueError(
+                    f"rank {rank} of {layer.world_size} got a group in which it is {group.rank()} of {group.size()}"
+                )
         self.group = group
+        self.world_size = group.size()
         self.spare_bytes = spare_bytes
-        self.num_local = placement.local_counts[rank]
         self._options = AllToAllOptions()
         self._num_tokens: list[int] = []
         self._entry = 0  # of the collective under way; one at a time
-        first = placement.first_physical[rank]
-        self._slot_of = np.full(placement.num_physical, self.num_local)  # num_local: some other rank's
-        self._slot_of[first : first + self.num_local] = np.arange(self.num_local)
-        self._rank_of = np.array(placement.rank_of)
+        self._owners = [_Owners(layer, rank) for layer in placements.layers]
+
+    def place(self, layer: int, placement: ExpertPlacement) -> None:
+        super().place(layer, placement)
+        self._owners[layer] = _Owners(placement, self.rank)
 
     def begin_step(self, num_tokens: int) -> None:
         """Tell every rank how many tokens every other has."""
-        ones = [1] * self.placement.world_size
+        ones = [1] * self.world_size
         mine = torch.full((len(ones),), num_tokens, dtype=torch.int64, device=self.device)
         self._num_tokens = self._exchange(b"token counts", mine, ones, ones).tolist()
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor) -> Dispatched:
+    def dispatch(self, layer: int, x: Tensor, topk_ids: Tensor, weights: Tensor) -> Dispatched:
         if len(x) != self._num_tokens[self.rank]:
             raise ValueError(f"rank {self.rank} announced {self._num_tokens[self.rank]} tokens and dispatches {len(x)}")
-        top_k = topk_ids.shape[1]
         row_bytes = x.shape[1] * x.element_size()
-        if tokens_travel_whole(self._num_tokens, top_k, row_bytes, self.spare_bytes):
-            return self._dispatch_tokens(x, self._physical(topk_ids), top_k)
-        return self._dispatch_rows(x, self._physical(topk_ids), top_k)
+        whole = tokens_travel_whole(self._num_tokens, topk_ids.shape[1], row_bytes, self.spare_bytes)
+        send = self._dispatch_tokens if whole else self._dispatch_rows
+        return send(self._owners[layer], x, self._physical(layer, topk_ids), weights)
 
     def combine(self, rows: Tensor, handle: _Handle) -> Tensor:
         outputs = rows.index_select(0, handle.to_send)
         received = self._exchange(b"combine", outputs, handle.send_splits, handle.receive_splits)
-        return received.index_select(0, handle.to_pairs).unflatten(0, (-1, handle.top_k))
+        pairs = received.index_select(0, handle.to_pairs).unflatten(0, handle.weights.shape)
+        return weighted_sum(pairs, handle.weights)
 
-    def _dispatch_tokens(self, x: Tensor, physical: np.ndarray, top_k: int) -> Dispatched:
-        world_size, row_bytes = self.placement.world_size, x.shape[1] * x.element_size()
+    def _dispatch_tokens(self, owners: _Owners, x: Tensor, physical: np.ndarray, weights: Tensor) -> Dispatched:
+        world_size, top_k, row_bytes = self.world_size, weights.shape[1], x.shape[1] * x.element_size()
         ids = self._index(physical.astype(np.int32)).view(-1, top_k)
         record = torch.cat((x.view(torch.uint8), ids.view(torch.uint8)), dim=1)
         work, received = self._start(
             b"dispatch", torch.cat([record] * world_size), [len(x)] * world_size, self._num_tokens
         )
-        owners = self._rank_of[physical]
-        receive_splits = np.bincount(owners, minlength=world_size).tolist()
-        to_pairs = self._index(inverse(np.argsort(owners, kind="stable")))
+        ranks = owners.rank_of[physical]
+        receive_splits = np.bincount(ranks, minlength=world_size).tolist()
+        to_pairs = self._index(inverse(np.argsort(ranks, kind="stable")))
         self._finish(work)
 
         tokens = received[:, :row_bytes].view(x.dtype)
-        slots = self._slot_of[received[:, row_bytes:].cpu().numpy().view(np.int32).reshape(-1)]
+        slots = owners.slot_of[received[:, row_bytes:].cpu().numpy().view(np.int32).reshape(-1)]
         order = np.argsort(slots, kind="stable")
-        counts = np.bincount(slots, minlength=self.num_local + 1)[: self.num_local].tolist()
+        counts = np.bincount(slots, minlength=owners.num_local + 1)[: owners.num_local].tolist()
         mine = order[: sum(counts)]  # pairs of other ranks' experts are sorted behind
         from_token = mine // top_k
         ends = np.cumsum(self._num_tokens)
         send_splits = np.bincount(np.searchsorted(ends, from_token, side="right"), minlength=world_size).tolist()
         to_send = self._index(np.argsort(mine))
         rows = tokens.index_select(0, self._index(from_token))
-        return Dispatched(rows, counts, _Handle(to_send, send_splits, receive_splits, to_pairs, top_k))
+        return Dispatched(rows, counts, _Handle(to_send, send_splits, receive_splits, to_pairs, weights))
 
-    def _dispatch_rows(self, x: Tensor, physical: np.ndarray, top_k: int) -> Dispatched:
-        world_size, counts_of_rank = self.placement.world_size, list(self.placement.local_counts)
+    def _dispatch_rows(self, owners: _Owners, x: Tensor, physical: np.ndarray, weights: Tensor) -> Dispatched:
+        world_size, top_k = self.world_size, weights.shape[1]
         order = np.argsort(physical, kind="stable")
-        counts = np.bincount(physical, minlength=self.placement.num_physical)
-        send_splits = np.bincount(self._rank_of[physical], minlength=world_size).tolist()
-        ones = [self.num_local] * world_size
-        received_counts = self._exchange(b"expert counts", self._index(counts), counts_of_rank, ones)
-        per_source = received_counts.cpu().numpy().reshape(world_size, self.num_local)
+        counts = np.bincount(physical, minlength=owners.num_physical)
+        send_splits = np.bincount(owners.rank_of[physical], minlength=world_size).tolist()
+        ones = [owners.num_local] * world_size
+        received_counts = self._exchange(b"expert counts", self._index(counts), owners.counts, ones)
+        per_source = received_counts.cpu().numpy().reshape(world_size, owners.num_local)
         received_splits = per_source.sum(1).tolist()
         outgoing = x.index_select(0, self._index(order // top_k))
         received = self._exchange(b"dispatch", outgoing, send_splits, received_splits)
-        slots = np.repeat(np.tile(np.arange(self.num_local), world_size), per_source.reshape(-1))
+        slots = np.repeat(np.tile(np.arange(owners.num_local), world_size), per_source.reshape(-1))
         by_slot = np.argsort(slots, kind="stable")
         handle = _Handle(
-            self._index(inverse(by_slot)), received_splits, send_splits, self._index(inverse(order)), top_k
+            self._index(inverse(by_slot)), received_splits, send_splits, self._index(inverse(order)), weights
         )
         return Dispatched(received.index_select(0, self._index(by_slot)), per_source.sum(0).tolist(), handle)
 

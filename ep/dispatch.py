@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ep.placement import ExpertPlacement
+from ep.placement import ExpertPlacement, Placements
 
 CPU = torch.device("cpu")
 
@@ -56,21 +56,34 @@ class Dispatcher(ABC):
     All ranks of a gang call the same methods in the same order. The collectives that follow depend only on what
     `begin_step` agreed and on sizes exchanged before. `num_collectives` counts those entered since the start.
 
+    Owns where the experts are, as far as tokens are concerned: `placements`, changed by `place` alone. `counts`, int64
+    [layers, num_logical], is how many (token, k) pairs of this rank went to each expert of each layer since the start.
+
     Which row goes where is worked out on the host: split sizes must be known there anyway, and for the few pairs of a
     step numpy is several times faster than tensor operations.
     """
 
-    def __init__(self, placement: ExpertPlacement, rank: int, device: torch.device, log: Log | None = None):
-        self.placement = placement
+    def __init__(self, placements: Placements, rank: int, device: torch.device, log: Log | None = None):
+        self.placements = placements
         self.rank = rank
         self.device = device
         self.log: Log = log or NoLog()
         self.num_collectives = 0
-        self._preferred = np.array(placement.preferred(rank))
+        experts = max((layer.num_logical for layer in placements.layers), default=0)
+        self.counts = np.zeros((len(placements.layers), experts), np.int64)
+        self._preferred = [np.array(layer.preferred(rank)) for layer in placements.layers]
 
-    def _physical(self, topk_ids: Tensor) -> np.ndarray:
-        """Physical expert of every (token, k) pair: int64 [T * k]."""
-        return self._preferred[topk_ids.cpu().numpy().reshape(-1)]
+    def place(self, layer: int, placement: ExpertPlacement) -> None:
+        """From the next dispatch on, `layer` is placed so. All ranks do it between the same two steps, when the
+        experts are where it says."""
+        self.placements = self.placements.replaced(layer, placement)
+        self._preferred[layer] = np.array(placement.preferred(self.rank))
+
+    def _physical(self, layer: int, topk_ids: Tensor) -> np.ndarray:
+        """Physical expert of every (token, k) pair: int64 [T * k]. Counts them."""
+        logical = topk_ids.cpu().numpy().reshape(-1)
+        self.counts[layer] += np.bincount(logical, minlength=self.counts.shape[1])
+        return self._preferred[layer][logical]
 
     def _index(self, rows: np.ndarray) -> Tensor:
         """Row numbers for an index operation on this rank's device."""
@@ -81,15 +94,21 @@ class Dispatcher(ABC):
         """Before the first dispatch of a forward: this rank will dispatch `num_tokens` tokens in each layer."""
 
     @abstractmethod
-    def dispatch(self, x: Tensor, topk_ids: Tensor) -> Dispatched:
-        """x [T, H] and the logical experts of each token, int64 [T, k]."""
+    def dispatch(self, layer: int, x: Tensor, topk_ids: Tensor, weights: Tensor) -> Dispatched:
+        """x [T, H], the logical experts of each token, int64 [T, k], and their weights, fp32 [T, k]."""
 
     @abstractmethod
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Experts' outputs, in the order of `Dispatched.rows` -> [T, k, H] at the source, in the order of its topk_ids.
+        """Experts' outputs, in the order of `Dispatched.rows` -> [T, H] at the source.
 
-        The weighted sum over k is the caller's, so it is the same whatever the backend and the number of ranks.
+        It is `weighted_sum` over k, in the order of the token's topk_ids, so the same whatever the backend and the
+        number of ranks.
         """
+
+
+def weighted_sum(pairs: Tensor, weights: Tensor) -> Tensor:
+    """pairs [T, k, H], weights fp32 [T, k] -> [T, H], summed in fp32 in k order."""
+    return (pairs * weights.unsqueeze(-1)).sum(1).to(pairs.dtype)
 
 
 def inverse(order: np.ndarray) -> np.ndarray:
@@ -101,8 +120,9 @@ def inverse(order: np.ndarray) -> np.ndarray:
 
 def make_dispatcher(
     backend: str,
-    placement: ExpertPlacement,
+    placements: Placements,
     rank: int,
+    world_size: int,
     group: ProcessGroup | None,
     device: torch.device = CPU,
     log: Log | None = None,
@@ -111,15 +131,14 @@ def make_dispatcher(
 
     Raises ValueError when the backend does not fit the number of ranks.
     """
-    world_size = placement.world_size
     if backend == "local" or (backend == "auto" and world_size == 1):
         from ep.local import LocalDispatcher
 
-        return LocalDispatcher(placement, rank, device, log)
+        return LocalDispatcher(placements, rank, device, log)
     if backend in ("alltoall", "auto"):
         from ep.alltoall import AllToAllDispatcher
 
         if group is None:
             raise ValueError(f"experts.backend {backend} needs a process group on {world_size} ranks")
-        return AllToAllDispatcher(placement, rank, group, device, log=log)
+        return AllToAllDispatcher(placements, rank, group, device, log=log)
     raise ValueError(f"unknown experts.backend {backend!r}")

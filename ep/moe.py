@@ -22,8 +22,9 @@ def route_softmax(x: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tensor
 class MoELayer:
     """Router and this rank's experts of one layer. Every rank calls it once per forward, tokens or not."""
 
-    def __init__(self, router: Tensor, experts: Experts, top_k: int, dispatcher: Dispatcher):
-        """router: [E, H], kept in fp32."""
+    def __init__(self, layer: int, router: Tensor, experts: Experts, top_k: int, dispatcher: Dispatcher):
+        """layer: which MoE layer it is, from 0; router: [E, H], kept in fp32."""
+        self.layer = layer
         self.router = router.float()
         self.experts = experts
         self.top_k = top_k
@@ -32,9 +33,8 @@ class MoELayer:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], the experts' outputs summed in k order in fp32."""
         weights, topk_ids = route_softmax(x, self.router, self.top_k)
-        dispatched = self.dispatcher.dispatch(x, topk_ids)
+        dispatched = self.dispatcher.dispatch(self.layer, x, topk_ids, weights)
         entry = self.dispatcher.log.enter(b"experts", len(dispatched.rows))
         outputs = self.experts(dispatched.rows, dispatched.counts)
         self.dispatcher.log.leave(entry)
-        per_expert = self.dispatcher.combine(outputs, dispatched.handle)
-        return (per_expert * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        return self.dispatcher.combine(outputs, dispatched.handle)

@@ -6,18 +6,17 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Where the experts of every MoE layer live.
+    """Where the experts of one MoE layer live.
 
     Physical experts are numbered rank by rank, slot by slot: rank r holds `local_counts[r]` of them in a row.
     `logical_of[p]` is the logical expert (as in the checkpoint) that physical expert p is a copy of. Every logical
-    expert has at least one copy, copies of one expert lie on different ranks, and a rank may hold none. `epoch` names
-    the placement; ranks with different epochs must not exchange tokens. Raises ValueError when this does not hold.
+    expert has at least one copy, copies of one expert lie on different ranks, and a rank may hold none. Raises
+    ValueError when this does not hold.
     """
 
     num_logical: int
     local_counts: tuple[int, ...]
     logical_of: tuple[int, ...]
-    epoch: int = 0
 
     def __post_init__(self) -> None:
         if self.num_logical < 1 or not self.local_counts or min(self.local_counts) < 0:
@@ -31,13 +30,13 @@ class ExpertPlacement:
                 raise ValueError(f"rank {rank} would hold two copies of one expert: {self.local_experts(rank)}")
 
     @classmethod
-    def contiguous(cls, num_experts: int, world_size: int, epoch: int = 0) -> "ExpertPlacement":
+    def contiguous(cls, num_experts: int, world_size: int) -> "ExpertPlacement":
         """One copy each, in order, as even as it goes: 8 experts on 3 ranks are 3, 3, 2; 2 on 3 are 1, 1, 0."""
         if world_size < 1:
             raise ValueError(f"world size {world_size} makes no sense")
         share, rest = divmod(num_experts, world_size)
         counts = tuple(share + (rank < rest) for rank in range(world_size))
-        return cls(num_experts, counts, tuple(range(num_experts)), epoch)
+        return cls(num_experts, counts, tuple(range(num_experts)))
 
     @property
     def world_size(self) -> int:
@@ -83,3 +82,29 @@ class ExpertPlacement:
             own = [physical for physical in copies if self.rank_of[physical] == source]
             chosen.append(own[0] if own else copies[source % len(copies)])
         return tuple(chosen)
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Where the experts of all MoE layers live.
+
+    `layers[i]` is the placement of the i-th MoE layer (dense layers do not count). `epoch` names them all: it rises by
+    one with every layer that is placed anew, and ranks with different epochs must not exchange tokens. Raises
+    ValueError when the layers are not of the same gang.
+    """
+
+    layers: tuple[ExpertPlacement, ...]
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if len({layer.world_size for layer in self.layers}) > 1:
+            raise ValueError(f"layers are placed on {sorted({layer.world_size for layer in self.layers})} ranks")
+
+    @classmethod
+    def contiguous(cls, num_layers: int, num_experts: int, world_size: int) -> "Placements":
+        """`ExpertPlacement.contiguous` in every layer."""
+        return cls((ExpertPlacement.contiguous(num_experts, world_size),) * num_layers)
+
+    def replaced(self, layer: int, placement: ExpertPlacement) -> "Placements":
+        """The next epoch, in which `layer` is placed so."""
+        return Placements((*self.layers[:layer], placement, *self.layers[layer + 1 :]), self.epoch + 1)

@@ -12,6 +12,18 @@ from kernels.linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """An expert as in the checkpoint. gate and up: [intermediate, hidden]; down: [hidden, intermediate]."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.gate, self.up, self.down
+
+
+@dataclass(frozen=True, slots=True)
 class Expert:
     """gate and up: [intermediate, hidden]; down: [hidden, intermediate]."""
 
@@ -50,8 +62,8 @@ class GroupedExperts:
 Experts: TypeAlias = "amx.AmxExperts | GroupedExperts"
 
 
-def make_experts(weights: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Experts:
-    """The fastest experts for these weights here: gate and up [inner, hidden], down [hidden, inner] of each."""
-    if weights and amx.usable(*(weight for three in weights for weight in three)):
-        return amx.AmxExperts(weights)
-    return GroupedExperts([Expert(*(PackedLinear(weight) for weight in three)) for three in weights])
+def make_experts(weights: Sequence[ExpertWeights]) -> Experts:
+    """The fastest experts for these weights here, by slot."""
+    if weights and amx.usable(*(tensor for expert in weights for tensor in expert.tensors())):
+        return amx.AmxExperts([(expert.gate, expert.up, expert.down) for expert in weights])
+    return GroupedExperts([Expert(*(PackedLinear(tensor) for tensor in expert.tensors())) for expert in weights])

@@ -86,9 +86,7 @@ class Books:
         """Requests in flight per rank."""
         return list(self._requests)
 
-    def quote(
-        self, prompt_tokens: int, max_tokens: int, choices: int = 1, among: Iterable[int] | None = None
-    ) -> Quote:
+    def quote(self, prompt_tokens: int, max_tokens: int, choices: int = 1, among: Iterable[int] | None = None) -> Quote:
         """The rank for a request, or for all choices of one prompt, and its cost. Nothing is charged yet."""
         decode = choices * min(max_tokens, EXPECTED_TOKENS)
         return quote(self.loads, prompt_tokens, decode, self._next, among)

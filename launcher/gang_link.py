@@ -78,9 +78,7 @@ class GangLink:
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._keys = keys
         self._owner = owner
-        self._link = RankLink(
-            keys, self._on_message, send_high_water, on_broken=self._on_broken, silence_s=silence_s
-        )
+        self._link = RankLink(keys, self._on_message, send_high_water, on_broken=self._on_broken, silence_s=silence_s)
         self.roster = Roster(world_size, keys.launch_id, epoch, self._link, self._on_lost)
         self._stopping = False
         self._goodbyes: set[int] = set()

@@ -14,7 +14,7 @@ from dp_engine.model_config import ModelConfig
 from ep.dispatch import Dispatcher
 from ep.moe import MoELayer
 from kernels.attention import AttentionPlan, paged_attention, write_kv
-from kernels.experts import GroupedExperts, make_experts
+from kernels.experts import ExpertWeights, GroupedExperts, make_experts
 from kernels.linear import Linear, bucket, make_linear
 from kernels.norm import rms_norm
 from kernels.rotary import RotaryTable, rotate_
@@ -118,7 +118,7 @@ class _Loader:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dispatcher: Dispatcher):
         self.config, self.checkpoint, self.dispatcher = config, checkpoint, dispatcher
         self.fused = "model.layers.0.mlp.experts.gate_up_proj" in checkpoint
-        self.local_experts = dispatcher.placement.local_experts(dispatcher.rank)
+        self.local_experts = dispatcher.placements.layers[0].local_experts(dispatcher.rank)
 
     def take(self, name: str, *shape: int) -> Tensor:
         return self.checkpoint.take(name, shape, self.config.dtype).to(self.dispatcher.device)
@@ -153,6 +153,7 @@ class _Loader:
             out=make_linear(self.take(f"{prefix}.self_attn.o_proj.weight", hidden, q_width)),
             moe_norm=self.take(f"{prefix}.post_attention_layernorm.weight", hidden),
             moe=MoELayer(
+                index,
                 self.take(gate, config.num_experts, hidden),
                 make_experts([self._expert(prefix, expert) for expert in self.local_experts]),
                 config.top_k,
@@ -160,8 +161,8 @@ class _Loader:
             ),
         )
 
-    def _expert(self, prefix: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """gate, up and down of one logical expert."""
+    def _expert(self, prefix: str, expert: int) -> ExpertWeights:
+        """One logical expert."""
         config = self.config
         hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_experts
         if self.fused:
@@ -176,7 +177,7 @@ class _Loader:
             name = f"{prefix}.block_sparse_moe.experts.{expert}"
             gate, up = (self.take(f"{name}.{part}.weight", inner, hidden) for part in ("w1", "w3"))
             down = self.take(f"{name}.w2.weight", hidden, inner)
-        return gate, up, down
+        return ExpertWeights(gate, up, down)
 
     def finish(self) -> list[str]:
         """Names that nobody uses. An expert or a layer beyond the config's is an error: wrong config."""

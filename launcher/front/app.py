@@ -87,9 +87,7 @@ async def on_bug(request: Request, error: Exception) -> Response:
     return to_api_error(error).response()
 
 
-def make_app(
-    service: Service, max_body_bytes: int, *, api_key: str | None = None, chaos: bool = False
-) -> Starlette:
+def make_app(service: Service, max_body_bytes: int, *, api_key: str | None = None, chaos: bool = False) -> Starlette:
     """The ASGI application of a service. Bodies above `max_body_bytes` are refused, who lacks the key, if there is one,
     and faults without `chaos`."""
     front, admin = Front(service, max_body_bytes), Admin(service.router)

@@ -18,6 +18,7 @@ from dp_engine.engine import Engine, StepCounters
 from dp_engine.grammar import Vocabulary
 from dp_engine.link import RankKeys
 from dp_engine.messages import Report
+from dp_engine.model_config import ModelConfig
 from dp_engine.policies import make_scheduler
 from dp_engine.rank import run_rank
 from dp_engine.runner import ModelRunner
@@ -25,7 +26,7 @@ from dp_engine.spec import RankSpec
 from dp_engine.worker import make_worker
 from ep.config import ExpertConfig
 from ep.dispatch import CPU, make_dispatcher
-from ep.placement import ExpertPlacement
+from ep.placement import Placements
 from tests.scripted_link import Answer, Script, ScriptedLink
 from vote.config import VoteConfig
 from vote.errors import SettingsMismatch
@@ -79,9 +80,10 @@ def run_all(rank: int, group: Any, directory: Path, runs: Mapping[Any, Run]) -> 
 
 def _run(directory: Path, run: Run, control: Any, witness: Witness, data: Any) -> RankResult:
     config = EngineConfig(**{"block_size": 8, "num_blocks": 80, **run.engine})
-    placement = ExpertPlacement.contiguous(NUM_EXPERTS, control.size)
-    dispatcher = make_dispatcher("auto", placement, control.rank, data)
-    runner = ModelRunner.load(directory, config, placement, dispatcher, CPU, lambda line: None)
+    layers = ModelConfig.load(directory, config).num_layers
+    placements = Placements.contiguous(layers, NUM_EXPERTS, control.size)
+    dispatcher = make_dispatcher("auto", placements, control.rank, control.size, data)
+    runner = ModelRunner.load(directory, config, dispatcher, CPU, lambda line: None)
     counters = StepCounters()
     worker = make_worker(runner, config.overlap, 1)
     mixed = config.policy == "unified"

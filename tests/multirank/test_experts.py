@@ -13,7 +13,7 @@ from ep.alltoall import AllToAllDispatcher, tokens_travel_whole
 from ep.dispatch import CPU, CollectiveFailed, Dispatcher, make_dispatcher
 from ep.local import LocalDispatcher
 from ep.moe import MoELayer, route_softmax
-from ep.placement import ExpertPlacement
+from ep.placement import ExpertPlacement, Placements
 from kernels.experts import Expert, GroupedExperts
 from kernels.linear import PackedLinear
 from tests.multirank.gang import GangError, run_gang
@@ -54,19 +54,19 @@ class Case:
         router = torch.randn(self.num_experts, HIDDEN, generator=generator)
         shapes = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
         weights = [torch.randn(self.num_experts, *s, generator=generator).to(self.dtype) / 4 for s in shapes]
-        own = dispatcher.placement.local_experts(dispatcher.rank)
+        own = dispatcher.placements.layers[0].local_experts(dispatcher.rank)
         experts = [Expert(*(PackedLinear(part[expert]) for part in weights)) for expert in own]
-        return MoELayer(router, GroupedExperts(experts), TOP_K, dispatcher)
+        return MoELayer(0, router, GroupedExperts(experts), TOP_K, dispatcher)
 
 
 def outputs_of(case: Case, dispatcher: Dispatcher, share: slice) -> tuple[Tensor, Tensor]:
-    """Of this rank's tokens: the experts' outputs [T, k, H], routed as all tokens together are, and the layer's."""
+    """Of this rank's tokens: what the experts make of them, routed as all tokens are, and the layer's output."""
     layer, x = case.layer(dispatcher), case.tokens()
-    _, topk_ids = route_softmax(x, layer.router, TOP_K)
-    x, topk_ids = x[share], topk_ids[share]
+    weights, topk_ids = route_softmax(x, layer.router, TOP_K)
+    x, topk_ids, weights = x[share], topk_ids[share], weights[share]
     with torch.inference_mode():
         dispatcher.begin_step(len(x))
-        dispatched = dispatcher.dispatch(x, topk_ids)
+        dispatched = dispatcher.dispatch(0, x, topk_ids, weights)
         assert sum(dispatched.counts) == len(dispatched.rows)
         outputs = dispatcher.combine(layer.experts(dispatched.rows, dispatched.counts), dispatched.handle)
         return outputs.clone(), layer(x).clone()
@@ -75,8 +75,8 @@ def outputs_of(case: Case, dispatcher: Dispatcher, share: slice) -> tuple[Tensor
 def on_rank(rank: int, group: Any, cases: list[Case]) -> list[tuple[Tensor, Tensor, int]]:
     results = []
     for case in cases:
-        placement = ExpertPlacement.contiguous(case.num_experts, group.size())
-        dispatcher = AllToAllDispatcher(placement, rank, group, CPU, spare_bytes=SPARE[case.way])
+        placements = Placements.contiguous(1, case.num_experts, group.size())
+        dispatcher = AllToAllDispatcher(placements, rank, group, CPU, spare_bytes=SPARE[case.way])
         start = sum(case.counts[:rank])
         outputs = outputs_of(case, dispatcher, slice(start, start + case.counts[rank]))
         results.append((*outputs, dispatcher.num_collectives))
@@ -84,7 +84,7 @@ def on_rank(rank: int, group: Any, cases: list[Case]) -> list[tuple[Tensor, Tens
 
 
 def alone(case: Case) -> tuple[Tensor, Tensor]:
-    dispatcher = LocalDispatcher(ExpertPlacement.contiguous(case.num_experts, 1), 0, CPU)
+    dispatcher = LocalDispatcher(Placements.contiguous(1, case.num_experts, 1), 0, CPU)
     return outputs_of(case, dispatcher, slice(None))
 
 
@@ -133,7 +133,7 @@ REPLICATED = ExpertPlacement(3, (2, 2, 1), (0, 1, 1, 2, 0))
 
 
 def replicated(rank: int, group: Any, case: Case) -> Tensor:
-    dispatcher = AllToAllDispatcher(REPLICATED, rank, group, CPU, spare_bytes=SPARE[case.way])
+    dispatcher = AllToAllDispatcher(Placements((REPLICATED,)), rank, group, CPU, spare_bytes=SPARE[case.way])
     return outputs_of(case, dispatcher, slice(4 * rank, 4 * rank + 4))[0]
 
 
@@ -145,12 +145,12 @@ def test_copies_of_an_expert_answer_alike() -> None:
 
 def leaving(rank: int, group: Any) -> str:
     """Rank 1 goes away before the second dispatch."""
-    dispatcher = make_dispatcher("auto", ExpertPlacement.contiguous(4, 2), rank, group)
+    dispatcher = make_dispatcher("auto", Placements.contiguous(1, 4, 2), rank, 2, group)
     dispatcher.begin_step(rank)
     if rank == 1:
         return "gone"
     try:
-        dispatcher.dispatch(torch.zeros(0, HIDDEN), torch.zeros(0, TOP_K, dtype=torch.int64))
+        dispatcher.dispatch(0, torch.zeros(0, HIDDEN), torch.zeros(0, TOP_K, dtype=torch.int64), torch.zeros(0, TOP_K))
     except CollectiveFailed as error:
         return str(error)
     return "nothing happened"
@@ -186,11 +186,11 @@ def _hang(rank: int, group: Any) -> None:
 
 
 def refusals() -> list[tuple[Callable[[], Any], str]]:
-    two = ExpertPlacement.contiguous(8, 2)
+    two = Placements.contiguous(1, 8, 2)
     return [
-        (lambda: make_dispatcher("local", two, 0, None), "local is for dp 1, not 2"),
-        (lambda: make_dispatcher("auto", two, 0, None), "needs a process group"),
-        (lambda: make_dispatcher("pigeons", two, 0, None), "unknown experts.backend 'pigeons'"),
+        (lambda: make_dispatcher("local", two, 0, 2, None), "local is for dp 1, not 2"),
+        (lambda: make_dispatcher("auto", two, 0, 2, None), "needs a process group"),
+        (lambda: make_dispatcher("pigeons", two, 0, 2, None), "unknown experts.backend 'pigeons'"),
     ]
 
 

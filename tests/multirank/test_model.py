@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dp_engine.config import EngineConfig
-from dp_engine.model_config import ModelConfigError
+from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.runner import ModelRunner
 from ep.dispatch import CPU, make_dispatcher
-from ep.placement import ExpertPlacement
+from ep.placement import Placements
 from tests.by_hand import HandSequence, lay_out, make_batch, run_sequences, settle, steps_needed
 from tests.checkpoints import write_mixtral
 from tests.multirank.gang import run_gang
@@ -59,9 +59,9 @@ def greedy_text(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 def load(directory: Path, rank: int, world_size: int, group: Any, **engine: Any) -> ModelRunner:
     config = EngineConfig(block_size=BLOCK, num_blocks=80, **engine)
-    placement = ExpertPlacement.contiguous(8, world_size)
-    dispatcher = make_dispatcher("auto", placement, rank, group)
-    return ModelRunner.load(directory, config, placement, dispatcher, CPU, lambda line: None)
+    layers = ModelConfig.load(directory, config).num_layers
+    dispatcher = make_dispatcher("auto", Placements.contiguous(layers, 8, world_size), rank, world_size, group)
+    return ModelRunner.load(directory, config, dispatcher, CPU, lambda line: None)
 
 
 def generate(
@@ -235,7 +235,6 @@ def test_bf16_is_close_to_fp32(checkpoints: dict[str, Path], prompts: list[list[
 
 
 def test_parts_that_do_not_belong_together_are_refused(checkpoints: dict[str, Path]) -> None:
-    placement = ExpertPlacement.contiguous(4, 1)
-    dispatcher = make_dispatcher("auto", placement, 0, None)
-    with pytest.raises(ValueError, match="the model has 8 experts, the placement 4"):
-        ModelRunner.load(checkpoints["gqa"], EngineConfig(), placement, dispatcher, CPU, lambda line: None)
+    dispatcher = make_dispatcher("auto", Placements.contiguous(2, 4, 1), 0, 1, None)
+    with pytest.raises(ValueError, match=r"the model has 8 experts in 2 layers, the dispatcher \[4, 4\]"):
+        ModelRunner.load(checkpoints["gqa"], EngineConfig(), dispatcher, CPU, lambda line: None)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import amx, native
-from kernels.experts import GroupedExperts, make_experts
+from kernels.experts import ExpertWeights, GroupedExperts, make_experts
 from kernels.linear import PackedLinear, make_linear
 
 
@@ -45,7 +45,7 @@ def test_experts(counts: list[int]) -> None:
     shapes = ((96, 64), (96, 64), (64, 96))
     weights = [tuple((torch.randn(shape) / 8).bfloat16() for shape in shapes) for _ in counts]
     rows = (3 * torch.randn(sum(counts), 64)).bfloat16()
-    experts = make_experts(weights)  # type: ignore[arg-type]
+    experts = make_experts([ExpertWeights(*three) for three in weights])
     assert isinstance(experts, amx.AmxExperts)
     expected = []
     for (gate, up, down), some in zip(weights, rows.split(counts), strict=True):
@@ -59,7 +59,7 @@ def test_silu_is_right_far_out() -> None:
     """The exponential has no holes: gates from -120 to 120."""
     gates = torch.linspace(-120, 120, 32 * 9).view(9, 32)
     eye = torch.eye(32).bfloat16()
-    experts = make_experts([(eye, torch.ones(32, 32).bfloat16() / 32, eye)])
+    experts = make_experts([ExpertWeights(eye, torch.ones(32, 32).bfloat16() / 32, eye)])
     rows = gates.bfloat16()
     up = rows.float().mean(1, keepdim=True)
     expected = (F.silu(rows.float()) * up).bfloat16()

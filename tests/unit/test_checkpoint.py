@@ -15,7 +15,7 @@ from dp_engine.kv_cache import block_bytes, num_blocks_for
 from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.models.mixtral import Mixtral
 from ep.dispatch import CPU, Dispatched, Dispatcher
-from ep.placement import ExpertPlacement
+from ep.placement import Placements
 from tests.checkpoints import write_mixtral
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -28,7 +28,7 @@ class NoDispatcher(Dispatcher):
     def begin_step(self, num_tokens: int) -> None:
         raise AssertionError
 
-    def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
+    def dispatch(self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
         raise AssertionError
 
     def combine(self, rows: torch.Tensor, handle: Any) -> torch.Tensor:
@@ -37,9 +37,9 @@ class NoDispatcher(Dispatcher):
 
 def load(directory: Path, rank: int = 0, world_size: int = 1, **engine: Any) -> tuple[Mixtral, list[str]]:
     config = ModelConfig.load(directory, EngineConfig(**engine))
-    placement = ExpertPlacement.contiguous(config.num_experts, world_size)
+    placements = Placements.contiguous(config.num_layers, config.num_experts, world_size)
     lines: list[str] = []
-    model = Mixtral(config, Checkpoint(directory), NoDispatcher(placement, rank, CPU), lines.append)
+    model = Mixtral(config, Checkpoint(directory), NoDispatcher(placements, rank, CPU), lines.append)
     return model, lines
 
 
