@@ -1,27 +1,12 @@
-"""Fixtures of the cluster tests. Clusters use every core, so these and the other folder's run on one worker."""
+"""A Ray cluster of several nodes on this machine."""
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkpoints import write_mixtral
 from tests.serve.server import ROOT
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("servers"))
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random fp32 Mixtral with a tokenizer."""
-    return write_mixtral(tmp_path_factory.mktemp("checkpoint") / "tiny", with_tokenizer=True)
 
 
 class RayCluster:

@@ -258,10 +258,16 @@ def running(pid: int) -> bool:
     return False
 
 
-def test_a_killed_launcher_leaves_nothing_in_the_cluster(cluster: RayCluster, tiny: Path) -> None:
+def test_a_killed_launcher_leaves_nothing_in_the_cluster(cluster: RayCluster, checkpoint: Path) -> None:
     wait_until(lambda: free_cpus() == 6, 30, "nobody else is there")
     with Server(
-        "--model", str(tiny), "--ray-address", cluster.address, "--set", "ray.strategy=STRICT_SPREAD", timeout_s=200
+        "--model",
+        str(checkpoint),
+        "--ray-address",
+        cluster.address,
+        "--set",
+        "ray.strategy=STRICT_SPREAD",
+        timeout_s=200,
     ) as server:
         assert server.complete("capital", 4)["usage"]["completion_tokens"] >= 1
         pids = [server.pid_of(rank) for rank in (0, 1)]

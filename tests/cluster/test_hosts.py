@@ -63,15 +63,15 @@ def hosts() -> Iterator[TwoHosts]:
     assert not hosts.head.pids() and not hosts.worker.pids()
 
 
-def on_both(hosts: TwoHosts, tiny: Path, *args: str) -> list[str]:
+def on_both(hosts: TwoHosts, checkpoint: Path, *args: str) -> list[str]:
     """Arguments of `phalanx serve` on the head for a gang over both hosts."""
     address = ["--ray-address", hosts.ray_address, "--host", hosts.head.address]
-    return ["--model", str(tiny), *address, "--set", "ranks.cpus=0.5", "--set", "ray.strategy=SPREAD", *args]
+    return ["--model", str(checkpoint), *address, "--set", "ranks.cpus=0.5", "--set", "ray.strategy=SPREAD", *args]
 
 
-def failing(hosts: TwoHosts, tiny: Path, network: str) -> str:
+def failing(hosts: TwoHosts, checkpoint: Path, network: str) -> str:
     """The error of a gang of two that is told to use this network; it must not have loaded anything."""
-    args = on_both(hosts, tiny, "--dp", "2", "--port", "0", "--verbose", "--set", f"ranks.interface={network}")
+    args = on_both(hosts, checkpoint, "--dp", "2", "--port", "0", "--verbose", "--set", f"ranks.interface={network}")
     started = hosts.run_on(hosts.head, [sys.executable, "-m", "launcher", "serve", *args], timeout_s=200)
     assert started.returncode == 1 and "loaded" not in started.stderr, started.stderr
     [error] = [line for line in started.stderr.splitlines() if "error" in line]
@@ -109,10 +109,21 @@ def places(log: str) -> list[tuple[str, str]]:
     return re.findall(r"rank (\d) \| on node (10\.77\.0\.\d) ", log)
 
 
-def test_ray_job_submit_serves_one_gang_over_two_hosts(hosts: TwoHosts, tiny: Path) -> None:
+def test_ray_job_submit_serves_one_gang_over_two_hosts(hosts: TwoHosts, checkpoint: Path) -> None:
     """Two ranks on each, and all that is between ranks goes over the network it was told to use."""
     settings = ["ranks.cpus=0.5", "ray.strategy=SPREAD", "ranks.interface=10.78.0.0/16", "server.port=0"]
-    serve = ["python", "-m", "launcher", "serve", "configs/two-node-cpu.yaml", "--model", str(tiny), "--dp", "4", "-v"]
+    serve = [
+        "python",
+        "-m",
+        "launcher",
+        "serve",
+        "configs/two-node-cpu.yaml",
+        "--model",
+        str(checkpoint),
+        "--dp",
+        "4",
+        "-v",
+    ]
     serve += [word for setting in settings for word in ("--set", setting)]
     options = ["--submission-id", "plain", "--no-wait", "--working-dir", "."]
     done = hosts.run_on(hosts.head, ["ray", "job", "submit", *options, "--", *serve], 120)
@@ -120,10 +131,10 @@ def test_ray_job_submit_serves_one_gang_over_two_hosts(hosts: TwoHosts, tiny: Pa
     log = wait_log(hosts, "plain", "ready  http", 200)
     assert places(log) == [("0", "10.77.0.1"), ("1", "10.77.0.1"), ("2", "10.77.0.2"), ("3", "10.77.0.2")]
     [url] = re.findall(r"^ready  (http://10\.77\.0\.1:\d+) ", log, re.MULTILINE)
-    body = {"model": tiny.name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body = {"model": checkpoint.name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     asked = hosts.run_on(hosts.worker, ["python", "-c", ASK, f"{url}/v1/completions", json.dumps(body)])
     assert asked.returncode == 0, asked.stderr
-    assert json.loads(asked.stdout)["choices"][0]["text"] == greedy(tiny, PROMPT, 12)
+    assert json.loads(asked.stdout)["choices"][0]["text"] == greedy(checkpoint, PROMPT, 12)
     stopped = hosts.run_on(hosts.head, ["python", "-m", "launcher", "stop", "plain"], 90)
     assert stopped.returncode == 0, stopped.stderr
     wait_until(lambda: ranks_on(hosts.head) + ranks_on(hosts.worker) == 0, 20, "all ranks have ended")
@@ -138,10 +149,10 @@ def ranks_on(host: Host) -> int:
 
 
 @pytest.mark.slow
-def test_a_network_without_a_way_between_hosts_is_said_before_anything_loads(hosts: TwoHosts, tiny: Path) -> None:
+def test_a_network_without_a_way_between_hosts_is_said_before_anything_loads(hosts: TwoHosts, checkpoint: Path) -> None:
     hosts.move_address(hosts.worker, "eth2", "10.78.1.2/24")
     try:
-        error = failing(hosts, tiny, "10.78.0.0/16")
+        error = failing(hosts, checkpoint, "10.78.0.0/16")
     finally:
         hosts.move_address(hosts.worker, "eth2", f"{hosts.worker.data_address}/24")
     assert "rank 1 (node 10.77.0.2, eth2 10.78.1.2) cannot reach rank 0 at 10.78.0.1 port" in error
@@ -149,22 +160,24 @@ def test_a_network_without_a_way_between_hosts_is_said_before_anything_loads(hos
 
 
 @pytest.mark.slow
-def test_a_network_that_a_host_lacks_is_named_with_those_it_has(hosts: TwoHosts, tiny: Path) -> None:
-    error = failing(hosts, tiny, "10.78.0.2/32")
+def test_a_network_that_a_host_lacks_is_named_with_those_it_has(hosts: TwoHosts, checkpoint: Path) -> None:
+    error = failing(hosts, checkpoint, "10.78.0.2/32")
     assert "node 10.77.0.1: no interface for the ranks: tried one with an address in 10.78.0.2/32; there are" in error
     assert "eth1 (10.77.0.1" in error and "node 10.77.0.2:" not in error
 
 
 @pytest.mark.slow
-def test_phalanx_submit_and_a_host_that_is_cut_off_under_load(hosts: TwoHosts, tiny: Path, tmp_path: Path) -> None:
+def test_phalanx_submit_and_a_host_that_is_cut_off_under_load(
+    hosts: TwoHosts, checkpoint: Path, tmp_path: Path
+) -> None:
     """The ranks of the host that is left go on with all requests, on twice as much of it."""
     config = tmp_path / "mine.yaml"
-    config.write_text(CUT_CONFIG.format(model=tiny, state=tmp_path))
+    config.write_text(CUT_CONFIG.format(model=checkpoint, state=tmp_path))
     submitted = hosts.run_on(hosts.head, ["python", "-m", "launcher", "submit", str(config), "--id", "ours"], 200)
     assert submitted.returncode == 0, submitted.stderr
     url = submitted.stdout.strip()
     assert re.fullmatch(r"http://10\.77\.0\.1:\d+", url)
-    command = hosts.head.wrap(["python", "-u", "-c", STREAMS, url, tiny.name, PROMPT])
+    command = hosts.head.wrap(["python", "-u", "-c", STREAMS, url, checkpoint.name, PROMPT])
     client = subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     try:
         assert client.stdout is not None and client.stdout.readline() == "begun\n"
@@ -174,7 +187,7 @@ def test_phalanx_submit_and_a_host_that_is_cut_off_under_load(hosts: TwoHosts, t
         client.kill()
         hosts.link_up()
     texts = json.loads(said)
-    assert texts == {str(n): greedy(tiny, f"{PROMPT} {n}", 400) for n in range(len(texts))} and len(texts) == 6
+    assert texts == {str(n): greedy(checkpoint, f"{PROMPT} {n}", 400) for n in range(len(texts))} and len(texts) == 6
     log = job_log(hosts, "ours")
     assert re.search(r"rank 2 is out of reach: its host does not answer; rank 3 is out of reach", log), log
     now = status(hosts, url)

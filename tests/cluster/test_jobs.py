@@ -11,7 +11,6 @@ import httpx
 import psutil
 import pytest
 
-from tests.checkpoints import write_mixtral
 from tests.cluster.head import BIN, Head
 from tests.serve.server import ROOT, wait_until
 
@@ -43,11 +42,6 @@ class Following:
 def head() -> Iterator[Head]:
     with Head() as head:
         yield head
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mixtral(tmp_path_factory.mktemp("checkpoint") / "tiny", with_tokenizer=True)
 
 
 @pytest.fixture(scope="module")

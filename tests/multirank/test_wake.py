@@ -23,7 +23,7 @@ from vote.config import VoteConfig
 
 pytestmark = pytest.mark.xdist_group("wake")
 
-ROUNDS = 500
+ROUNDS, MANY_ROUNDS = 150, 500
 LONGEST_GAP_S = 0.005
 PROMPTS = ([5, 6, 7], [20, 21], [30], [40] * 9)
 PATIENCE_S = 30.0  # with a request: one that is lost is never answered
@@ -34,6 +34,7 @@ ENGINES = {"2-phased": (2, {}), "3-unified-overlap": (3, {"policy": "unified", "
 class Seen:
     """What a gang did, until a poisoned request ended it. `first`: the first answer; `naps`: sleeps by rank."""
 
+    rounds: int
     first: list[int]
     texts: dict[int, list[list[int]]] = field(default_factory=dict)  # by prompt
     naps: list[int] = field(default_factory=list)
@@ -43,7 +44,7 @@ class Seen:
     ends: dict[int, End] = field(default_factory=dict)
 
 
-async def live(size: int, model: Path, engine: dict[str, Any]) -> Seen:
+async def live(size: int, model: Path, engine: dict[str, Any], rounds: int) -> Seen:
     """One life of a gang whose last request, to its last rank, is poison."""
     keys, rng = LaunchKeys.generate(), random.Random(size)
     router = Router(size)
@@ -66,8 +67,8 @@ async def live(size: int, model: Path, engine: dict[str, Any]) -> Seen:
     with Gang() as gang:
         gang.start_all(serve, size, specs)
         await link.wait_ready(60)
-        seen = Seen(await ask(size - 1, PROMPTS[0]), {number: [] for number in range(len(PROMPTS))})
-        for _ in range(ROUNDS):
+        seen = Seen(rounds, await ask(size - 1, PROMPTS[0]), {number: [] for number in range(len(PROMPTS))})
+        for _ in range(rounds):
             await asyncio.sleep(rng.uniform(0, LONGEST_GAP_S))
             number = rng.randrange(len(PROMPTS))
             seen.texts[number].append(await ask(rng.randrange(size), PROMPTS[number]))
@@ -83,18 +84,26 @@ async def live(size: int, model: Path, engine: dict[str, Any]) -> Seen:
     return seen
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((name, ROUNDS) for name in ENGINES),
+        *(pytest.param((name, MANY_ROUNDS), marks=pytest.mark.slow) for name in ENGINES),
+    ],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     from tests.checkpoints import write_mixtral
 
-    size, engine = ENGINES[request.param]
+    name, rounds = request.param
+    size, engine = ENGINES[name]
     model = write_mixtral(tmp_path_factory.mktemp("model") / "tiny", seed=1)
-    return asyncio.run(asyncio.wait_for(live(size, model, engine), 180))
+    return asyncio.run(asyncio.wait_for(live(size, model, engine, rounds), 180))
 
 
 def test_every_request_is_answered_however_soon_it_follows(seen: Seen) -> None:
     """The very first one too; whichever rank answers says the same."""
-    assert sum(len(texts) for texts in seen.texts.values()) == ROUNDS
+    assert sum(len(texts) for texts in seen.texts.values()) == seen.rounds
     for texts in seen.texts.values():
         assert all(text == texts[0] for text in texts)
         assert len(texts[0]) == 2
@@ -104,7 +113,7 @@ def test_every_request_is_answered_however_soon_it_follows(seen: Seen) -> None:
 def test_the_gang_slept_in_between(seen: Seen) -> None:
     """All ranks as often, but for the last time, of which some may have told already."""
     assert max(seen.naps) - min(seen.naps) <= 1
-    assert min(seen.naps) >= ROUNDS // 10
+    assert min(seen.naps) >= seen.rounds // 10
 
 
 def test_a_failed_rank_is_named_at_once(seen: Seen) -> None:

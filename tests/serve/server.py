@@ -140,15 +140,18 @@ class Server:
         return {name: float(value) for name, value in pairs}
 
 
-def keep_busy(server: Server, streams: int = 4) -> list[threading.Thread]:
-    """Long requests, whose ends (of any kind) the tests do not care about."""
+@contextlib.contextmanager
+def keep_busy(server: Server, streams: int = 4) -> Iterator[None]:
+    """Long requests that have begun when the body starts; they are given up after it, however far they are."""
+    over = threading.Event()
 
     def ask() -> None:
-        body = {"model": server.model, "prompt": [5] * 8, "max_tokens": 500, "ignore_eos": True}
-        try:
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-        except httpx.HTTPError:
-            return
+        url = f"{server.url}/v1/completions"
+        body = {"model": server.model, "prompt": [5] * 8, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=body, timeout=60) as reply:
+            for _ in reply.iter_bytes():
+                if over.is_set():
+                    return
 
     def started() -> float:
         return sum(value for name, value in server.metrics().items() if name.startswith("phalanx_requests_started"))
@@ -157,8 +160,13 @@ def keep_busy(server: Server, streams: int = 4) -> list[threading.Thread]:
     threads = [threading.Thread(target=ask, daemon=True) for _ in range(streams)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: started() >= before + streams, 30, "all of them at the ranks")
-    return threads
+    try:
+        wait_until(lambda: started() >= before + streams, 30, "all of them at the ranks")
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(20)
 
 
 def ask_phalanx(*args: str) -> subprocess.CompletedProcess[str]:

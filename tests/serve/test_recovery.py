@@ -191,9 +191,12 @@ def test_what_people_see_of_it(server: Server) -> None:
 
 def test_work_of_a_gang_moves_to_the_other_at_once(checkpoint: Path, undisturbed: list[str]) -> None:
     """Two gangs of one rank each: the texts are those of the gang of three."""
-    settings = "replicas=2", "ranks.cpus=0.5", "engine.max_num_batched_tokens=32"
+    settings = "replicas=2", "ranks.cpus=0.5", "engine.max_num_batched_tokens=32", "chaos.enabled=true"
     options = [word for setting in settings for word in ("--set", setting)]
     with Server("--model", str(checkpoint), "--dp", "1", *options) as pair:
+        for gang in (0, 1):  # so that all are still at work when one ends
+            slow = {"kind": "slow", "seconds": 0.02, "steps": 100, "replica": gang}
+            assert pair.post("/debug/chaos", slow).status_code == 200
         with streams(pair, undisturbed):
             os.kill(pair.rank_pids()[0], signal.SIGKILL)
             wait_until(lambda: any(each["state"] != "serving" for each in gangs(pair)), 10, "a gang has ended")

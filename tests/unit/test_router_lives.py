@@ -353,6 +353,7 @@ def test_streams_go_on_over_real_sockets() -> None:
                     ranks[1].die("out of memory")
                     await link.wait_down()
                     assert router.bury(0, 1, Death("out of memory", frozenset({1}))) == 8
+                    await link.close()
             for tokens, reason in await asyncio.gather(*map(collect, tickets)):
                 assert (tokens, reason) == (list(range(100)), "length")
             await router.close()
