@@ -12,7 +12,7 @@ from tests.multirank.world_rank import Story, Told, tell_all
 from tests.scheduler_world import expected
 
 # Ranks, floods, and the steps that these make at least; the long runs are for `-m slow`.
-RUNS = ((2, 4, 1_000), (3, 3, 1_000), (4, 3, 1_000))
+RUNS = ((2, 6, 1_000), (3, 3, 1_000), (4, 3, 1_000))
 LONG_RUNS = ((2, 30, 10_000), (3, 24, 10_000), (4, 20, 10_000))
 LONGEST = 60  # tokens of a request, in a pool of 80: there is always somebody who has to wait
 ENGINE = {
@@ -93,7 +93,7 @@ def test_these_are_many_steps_of_every_kind(size: int, floods: int, steps: int) 
     for name, ranks in results.items():
         turns = ranks[0].turns
         assert sum(turn.sleep for turn in turns) >= floods
-        assert all(rank.report.placeholder_steps > steps // 250 for rank in ranks), name
+        assert all(rank.report.placeholder_steps > steps // 100 for rank in ranks), name
         assert sum(rank.report.preemptions for rank in ranks) > floods // 3, name
         if name.startswith("unified"):
             assert {turn.step_type for turn in turns} == {"mixed", "idle"}
