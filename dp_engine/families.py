@@ -120,7 +120,10 @@ def _shared_times(config: JsonFile) -> int:
 
 _DEEPSEEK_V2 = Family(
     sparse=_after_first,
-    defaults={"first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "topk_method": "greedy"},
+    defaults={
+        "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "topk_method": "greedy", "n_shared_experts": 2,
+        "rope_interleave": True,
+    },
     only={
         "topk_method": ("greedy", "group_limited_greedy"),
         "scoring_func": (None, "softmax"),
@@ -135,7 +138,7 @@ _DEEPSEEK_V2 = Family(
     routing=_deepseek_v2,
     shared="shared_experts",
     shared_size=_shared_times,
-)
+)  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(

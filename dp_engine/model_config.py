@@ -119,6 +119,11 @@ class ModelConfig:
         return self.mixture.num_experts if self.mixture else 0
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows that layers have."""
+        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+
+    @property
     def kv_shape(self) -> tuple[int, ...]:
         """What the cache of a layer holds of a token."""
         return self.attention.kv_shape
@@ -164,7 +169,7 @@ def _open(model_dir: Path) -> tuple[JsonFile, Family]:
         raise ModelConfigError(f"model directory {model_dir} has no config.json")
     config = JsonFile(path)
     model_type = config.values.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise config.error("model_type", f"{model_type!r} is not supported (supported: {', '.join(FAMILIES)})")
     family = FAMILIES[model_type]
     config.defaults = family.defaults
@@ -264,7 +269,9 @@ def _layers(config: JsonFile, family: Family, rope: RopeConfig, max_model_len: i
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in LAYER_TYPES for kind in kinds):
         raise config.error("layer_types", f"must be {count} of {', '.join(LAYER_TYPES)}, not {kinds!r}")
     if LAYER_TYPES[1] in kinds and family.sliding is None:
-        raise config.error("layer_types", f"names {LAYER_TYPES[1]}, which is not supported for {config.get('model_type')}")
+        raise config.error(
+            "layer_types", f"names {LAYER_TYPES[1]}, which is not supported for {config.get('model_type')}"
+        )
     if missing := set(kinds) - set(rope.by_type):
         raise config.error("rope_parameters", f"says nothing of layers of type {', '.join(sorted(missing))}")
     layers = []

@@ -1,4 +1,4 @@
-"""Rotary embedding as config.json spells it: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling`."""
+"""Rotary embedding as config.json spells it: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`."""
 
 import math
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
 """The experts of a checkpoint, in whatever layout it has them."""
 
+import torch
+from torch import Tensor
+
 from dp_engine.models.tensors import Tensors
 from dp_engine.mxfp4 import BLOCK, dequantize
 from ep.placement import Placements
 from ep.routing import Router
 from kernels.experts import ExpertWeights
-
-import torch
-from torch import Tensor
 
 
 class ExpertTensors:
@@ -39,7 +39,8 @@ class ExpertTensors:
     def _fused(self, layer: int) -> list[str]:
         forms = ("_blocks", "_scales") if self.quantized else ("",)
         endings = (*forms, "_bias") if self.family.transposed else forms
-        return [f"{self.prefix(layer)}.experts.{part}{end}" for part in ("gate_up_proj", "down_proj") for end in endings]
+        parts = [f"{part}{ending}" for part in ("gate_up_proj", "down_proj") for ending in endings]
+        return [f"{self.prefix(layer)}.experts.{part}" for part in parts]
 
     def _foreign(self, layer: int) -> list[str]:
         own = set(self.owned[layer])
@@ -81,7 +82,8 @@ class ExpertTensors:
         gate_up = self._part(f"{prefix}.experts.gate_up_proj", expert, 2 * size, hidden)
         down = self._part(f"{prefix}.experts.down_proj", expert, hidden, size)
         if not self.family.transposed:
-            return ExpertWeights(*gate_up.chunk(2), down)
+            gate, up = gate_up.chunk(2)
+            return ExpertWeights(gate, up, down)
         bias = self.tensors.part(f"{prefix}.experts.gate_up_proj_bias", expert, count, 2 * size)
         down_bias = self.tensors.part(f"{prefix}.experts.down_proj_bias", expert, count, hidden)
         return ExpertWeights(gate_up[::2], gate_up[1::2], down, bias[::2], bias[1::2], down_bias)

@@ -70,6 +70,4 @@ class Tensors:
         return [name if count == 1 else f"{count} tensors of {name}" for name, count in lines.items()]
 
     def _surplus(self, name: str, what: str, named: str) -> None:
-        raise CheckpointError(
-            f"{self.checkpoint.model_dir}: tensor {name} is of {what}, but config.json names {named}"
-        )
+        raise CheckpointError(f"{self.checkpoint.model_dir}: tensor {name} is of {what}, but config.json names {named}")
