@@ -41,7 +41,7 @@ class SharedExperts:
     """What every token goes through beside its experts, weighted by a gate of its own if the family has one."""
 
     mlp: Mlp
-    gate: Linear | None
+    gate: "Linear | None"
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]"""
