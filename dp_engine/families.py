@@ -29,6 +29,7 @@ class Family:
     experts_prefix, expert_parts: an expert's tensors are `{experts_prefix}.experts.3.{part}.weight`, parts in the order
         gate, up, down. Fused ones are `mlp.experts.gate_up_proj` and `down_proj`.
     transposed: fused experts have inputs first, gate and up in turns, and biases.
+    quantization: the quant_method that can be dequantised.
     """
 
     sparse: Rule | None = None
@@ -55,6 +56,7 @@ class Family:
     experts_prefix: str = "mlp"
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     transposed: bool = False
+    quantization: Literal["fp8", "mxfp4"] = "fp8"
     shared: str | None = None
     shared_size: Callable[[JsonFile], int] = lambda config: 0
     shared_gate: str | None = None
@@ -213,6 +215,7 @@ FAMILIES: Mapping[str, Family] = {
         router="router",
         router_bias=True,
         transposed=True,
+        quantization="mxfp4",
     ),
     "glm4_moe": Family(
         sparse=_after_first,

@@ -59,8 +59,10 @@ class JsonFile:
             raise self.error(key, f"must be a positive number, not {value!r}")
         return float(value)
 
-    def flag(self, key: str) -> bool:
-        """False when nobody says anything."""
+    def flag(self, key: str | bool) -> bool:
+        """False when nobody says anything. True and False in place of a key stand for themselves."""
+        if isinstance(key, bool):
+            return key
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.error(key, f"must be true or false, not {value!r}")

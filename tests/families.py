@@ -1,4 +1,4 @@
-"""Small random checkpoints of every family, written by `transformers` itself; one entry per variant that is compared."""
+"""Small random checkpoints of every family, written by `transformers` itself, one per variant of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ KINDS: dict[str, Kind] = {
         fused=True,
     ),
     "deepseek-v3": Kind(
-        "deepseek_v3", MLA | {"n_group": 2, "topk_group": 1, "num_mtp_layers": 1, "attention_bias": True}, DEEPSEEK_YARN
+        "deepseek_v3", MLA | {"n_group": 2, "topk_group": 1, "attention_bias": True}, DEEPSEEK_YARN
     ),
     "deepseek-v3-plain": Kind(
         "deepseek_v3",
@@ -92,7 +92,7 @@ KINDS: dict[str, Kind] = {
         YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
     ),
     "glm4-moe": Kind(
-        "glm4_moe", GLM | {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5, "num_mtp_layers": 1}
+        "glm4_moe", GLM | {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}
     ),
     "glm4-moe-groups": Kind("glm4_moe", GLM | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False}, fused=True),
     "llama": Kind("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, LLAMA3),
@@ -126,7 +126,7 @@ def write_family(directory: Path, kind: Kind, seed: int = 0, dtype: torch.dtype 
 
 
 def _initialize(name: str, weight: torch.Tensor) -> None:
-    """Strong enough that every part of the model shows in the logits, and that the best token is far from the second."""
+    """Strong enough that every part of the model shows in the logits, and the best token far from the second."""
     if "inv_freq" in name:
         return
     if "norm" in name:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dp_engine.model_config import GroupedQueries, LatentAttention
+from dp_engine.attention_config import GroupedQueries, LatentAttention
 from dp_engine.models.tensors import Tensors
 from kernels.attention import AttentionPlan, paged_attention, write_kv
 from kernels.linear import make_linear

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dp_engine.attention_config import GroupedQueries
 from dp_engine.checkpoint import Checkpoint
 from dp_engine.kv_cache import KVCache
-from dp_engine.model_config import GroupedQueries, LayerConfig, ModelConfig
+from dp_engine.layer_config import LayerConfig
+from dp_engine.model_config import ModelConfig
 from dp_engine.models.attention import Context, GroupedQueryAttention, MultiHeadLatentAttention
 from dp_engine.models.experts import ExpertTensors
 from dp_engine.models.tensors import Tensors
