@@ -82,7 +82,7 @@ class _Parser:
     def __init__(self, config: JsonFile, section: dict[str, Any], source: str, features: int, partial: bool):
         self.config, self.section, self.source, self.features = config, section, source, features
         self.kind = _kind(section)
-        if self.kind not in _KEYS:
+        if not isinstance(self.kind, str) or self.kind not in _KEYS:
             supported = ", ".join(_KEYS)
             raise self.error(f"has rope type {self.kind!r}, which is not supported (supported: {supported})")
         known = _SHARED | (set().union(*_KEYS.values()) if self.kind == "default" else _KEYS[self.kind])
@@ -108,10 +108,12 @@ class _Parser:
             return Rope(dim, theta, "linear", self._number("factor"))
         if self.kind == "dynamic":
             return Rope(dim, theta, "dynamic", self._number("factor"), longest)
-        original = self.config.get("original_max_position_embeddings")
-        original = int(self._number("original_max_position_embeddings", longest) if original is None else original)
+        inside = int(self._number("original_max_position_embeddings", longest))
+        original = self.config.integer("original_max_position_embeddings", default=inside)
         if self.kind == "llama3":
             low, high = self._number("low_freq_factor"), self._number("high_freq_factor")
+            if low >= high:
+                raise self.error(f"has low_freq_factor {low}, which must be below high_freq_factor {high}")
             factor = self._number("factor")
             return Rope(dim, theta, "llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
         return Rope(
@@ -128,16 +130,16 @@ class _Parser:
 
     def softmax_mscale(self) -> float:
         """1 unless `mscale_all_dim` is set."""
-        all_dim = self.section.get("mscale_all_dim")
-        return _mscale(self._number("factor"), float(all_dim)) if self.kind != "default" and all_dim else 1.0
+        if self.kind == "default" or not self.section.get("mscale_all_dim"):
+            return 1.0
+        return _mscale(self._number("factor"), self._number("mscale_all_dim"))
 
     def _amplitude(self, default_factor: float) -> float:
         if self.section.get("attention_factor") is not None:
             return self._number("attention_factor")
         factor = self._number("factor", default_factor)
-        mscale, all_dim = self.section.get("mscale"), self.section.get("mscale_all_dim")
-        if mscale and all_dim:
-            return _mscale(factor, float(mscale)) / _mscale(factor, float(all_dim))
+        if self.section.get("mscale") and self.section.get("mscale_all_dim"):
+            return _mscale(factor, self._number("mscale")) / _mscale(factor, self._number("mscale_all_dim"))
         return _mscale(factor, 1.0)
 
     def _theta(self) -> float:

@@ -15,12 +15,14 @@ LENGTH = 64  # max_position_embeddings; longer texts are those of stretched rope
 
 @dataclass(frozen=True)
 class Kind:
-    """A checkpoint: its config beyond what all have, and whether tensors are named as in memory (`fused`)."""
+    """A checkpoint: its config beyond what all have, and whether tensors are named as in memory (`fused`). `longest`:
+    prompts beyond it are not computed as by transformers."""
 
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
     fused: bool = False
+    longest: int = LENGTH
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -96,7 +98,9 @@ KINDS: dict[str, Kind] = {
     ),
     "glm4-moe-groups": Kind("glm4_moe", GLM | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False}, fused=True),
     "llama": Kind("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, LLAMA3),
-    "llama-dynamic": Kind("llama", {"max_position_embeddings": 20}, {"rope_type": "dynamic", "factor": 4.0}),
+    "llama-dynamic": Kind(
+        "llama", {"max_position_embeddings": 20}, {"rope_type": "dynamic", "factor": 4.0}, longest=20
+    ),
     "qwen3": Kind("qwen3", {"head_dim": 12, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
 }  # fmt: skip
 
