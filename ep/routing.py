@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kernels.invariance import sigmoid
 from kernels.linear import make_linear
 
 
@@ -38,11 +39,11 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     if routing.scoring == "topk_softmax":
         best, topk_ids = torch.topk(logits, routing.top_k, dim=-1)
         return _finish(torch.softmax(best, dim=-1), routing), topk_ids
-    sigmoid = routing.scoring == "sigmoid"
-    scores = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, dim=-1)
+    alone = routing.scoring == "sigmoid"
+    scores = sigmoid(logits) if alone else torch.softmax(logits, dim=-1)
     choice = scores if correction is None else scores + correction
     if routing.topk_groups < routing.num_groups:
-        choice = choice.masked_fill(_outside(choice, routing), -torch.inf if sigmoid else 0.0)
+        choice = choice.masked_fill(_outside(choice, routing), -torch.inf if alone else 0.0)
     topk_ids = torch.topk(choice, routing.top_k, dim=-1).indices
     return _finish(scores.gather(1, topk_ids), routing), topk_ids
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from ep.dispatch import Dispatcher
 from ep.moe import MoELayer
 from kernels.attention import AttentionPlan
 from kernels.experts import GroupedExperts, Mlp, make_experts, make_mlp
+from kernels.invariance import sigmoid
 from kernels.linear import Linear, bucket, make_linear
 from kernels.norm import rms_norm
 from kernels.rotary import RotaryTable
@@ -48,7 +48,7 @@ class SharedExperts:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]"""
         out = self.mlp(x)
-        return out if self.gate is None else out.mul_(torch.sigmoid(self.gate(x)))
+        return out if self.gate is None else out.mul_(sigmoid(self.gate(x)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def routers(case: Case, coarse: bool) -> tuple[Any, Router]:
     count = "num_experts" if case.model_type in ("qwen2_moe", "olmoe") else "num_local_experts"
     count = "n_routed_experts" if FAMILIES[case.model_type].shared == "shared_experts" else count
     keys = {"hidden_size": HIDDEN, count: EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 8}
-    config = AutoConfig.for_model(case.model_type, **keys | dict(case.config))
+    config = AutoConfig.for_model(case.model_type, num_attention_heads=4, **keys | dict(case.config))
     module = import_module(f"transformers.models.{case.model_type}.modeling_{case.model_type}")
     theirs = getattr(module, case.module)(config)
     named = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
