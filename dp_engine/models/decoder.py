@@ -93,7 +93,7 @@ class Decoder:
             for rope in dict.fromkeys(layer.rope for layer in config.layers)
         }
         if skipped := loader.tensors.skipped(loader.experts.foreign_names()):
-            progress(f"skipped {len(skipped)} tensors that the model does not use: {', '.join(skipped)}")
+            progress(skipped)
 
     def forward(self, step: Step, cache: KVCache) -> Tensor:
         """Logits [N, vocab] at the output rows. Enters every collective, whatever T and N are."""

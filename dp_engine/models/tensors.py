@@ -50,9 +50,9 @@ class Tensors:
             *weights, *(self.take(f"{prefix}.{part}.bias", out) for part, out in zip(parts, outputs, strict=True))
         )
 
-    def skipped(self, foreign: Iterable[str]) -> list[str]:
-        """What the model does not use, in words, `foreign` experts aside. Raises CheckpointError for an expert or a
-        layer beyond the config's: wrong config."""
+    def skipped(self, foreign: Iterable[str]) -> str:
+        """What the model does not use, in words, `foreign` experts aside; empty if there is nothing. Raises
+        CheckpointError for an expert or a layer beyond the config's: wrong config."""
         config, others = self.config, set(foreign)
         lines: dict[str, int] = {}
         for name in self.checkpoint.unused():
@@ -67,7 +67,10 @@ class Tensors:
             elif expert and int(expert[1]) >= config.num_experts:
                 self._surplus(name, f"expert {expert[1]}", f"{config.num_experts} experts")
             lines[name] = lines.get(name, 0) + 1
-        return [name if count == 1 else f"{count} tensors of {name}" for name, count in lines.items()]
+        if not lines:
+            return ""
+        words = (name if count == 1 else f"{count} of {name}" for name, count in lines.items())
+        return f"skipped {sum(lines.values())} tensors that the model does not use: {', '.join(words)}"
 
     def _surplus(self, name: str, what: str, named: str) -> None:
         raise CheckpointError(f"{self.checkpoint.model_dir}: tensor {name} is of {what}, but config.json names {named}")
