@@ -131,14 +131,23 @@ def _join(
     observers = gather_observers(
         observer, store, spec.rank, spec.world_size, _observer_keys(spec), spec.start_timeout_s
     )
-    groups.connect(
-        store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device, host=spec.host,
-        secret=spec.keys.client_secret.encode(), timeout_s=spec.vote.control_timeout_s,
-    )  # fmt: skip
     mixtures = config.num_moe_layers
     placements = Placements.contiguous(mixtures, config.num_experts, spec.world_size) if mixtures else Placements(())
+    if mixtures:
+        groups.connect(
+            store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device, host=spec.host,
+            secret=spec.keys.client_secret.encode(), timeout_s=spec.vote.control_timeout_s,
+        )  # fmt: skip
+    else:
+        recorder.votes_alone()  # without experts the ranks share nothing that they would have to keep step for
     dispatcher = make_dispatcher(
-        spec.experts.backend, placements, spec.rank, spec.world_size, groups.data, device, recorder.data
+        spec.experts.backend if mixtures else "local",
+        placements,
+        spec.rank,
+        spec.world_size,
+        groups.data,
+        device,
+        recorder.data,
     )
     started = time.monotonic()
     runner = ModelRunner.load(Path(spec.model_dir), spec.engine, dispatcher, device, log.info)

@@ -33,7 +33,7 @@ ENTRY = np.dtype(
         ("kind", "S16"),
     ]
 )
-HEADER = struct.Struct("<qqqqq")  # rank, world_size, pid, wall clock minus monotonic clock in ns, bytes of last words
+HEADER = struct.Struct("<qqqqq")  # rank, voters, pid, wall clock minus monotonic clock in ns, bytes of last words
 _BALLOT_AT = HEADER.size
 _WORDS_AT = _BALLOT_AT + 4 * BALLOT_SIZE
 _RINGS_AT = -(-(_WORDS_AT + WORDS_BYTES) // 64) * 64
@@ -73,7 +73,8 @@ class Recorder:
     thread's (steps and the collectives inside them). `fd`: for a process that is to read it, None on request.
     """
 
-    def __init__(self, rank: int, world_size: int, *, shared: bool = False) -> None:
+    def __init__(self, rank: int, voters: int, *, shared: bool = False) -> None:
+        """voters: ranks that vote together, this one included."""
         self.rank = rank
         self.fd: int | None = None
         self._memory: memoryview | bytearray
@@ -84,9 +85,14 @@ class Recorder:
         else:
             self._memory = bytearray(MEMORY_BYTES)
         offset_ns = time.time_ns() - time.monotonic_ns()
-        HEADER.pack_into(self._memory, 0, rank, world_size, os.getpid(), offset_ns, 0)
+        HEADER.pack_into(self._memory, 0, rank, voters, os.getpid(), offset_ns, 0)
         self.control = Ring(self._memory, _RINGS_AT, CONTROL_ENTRIES)
         self.data = Ring(self._memory, _RINGS_AT + CONTROL_ENTRIES * ENTRY.itemsize, DATA_ENTRIES)
+
+    def votes_alone(self) -> None:
+        """This rank does not keep step with the others of its gang."""
+        rank, _, *facts = HEADER.unpack_from(self._memory)
+        HEADER.pack_into(self._memory, 0, rank, 1, *facts)
 
     def ballot(self, vector: np.ndarray) -> None:
         """Keep what this rank votes. int32 [BALLOT_SIZE]."""
@@ -110,7 +116,7 @@ class Recording:
     """A copy of a rank's recorder. `control`, `data`: arrays of ENTRY, oldest first; `ballot`: int32 [BALLOT_SIZE]."""
 
     rank: int
-    world_size: int
+    voters: int
     pid: int
     wall_offset_ns: int
     words: str
@@ -122,11 +128,11 @@ class Recording:
     def read(cls, memory: memoryview | bytearray | mmap.mmap) -> "Recording":
         """Copy the memory of a live recorder, entries that change meanwhile left out."""
         whole = bytes(memory)
-        rank, world_size, pid, wall_offset_ns, length = HEADER.unpack_from(whole)
+        rank, voters, pid, wall_offset_ns, length = HEADER.unpack_from(whole)
         rings_at = _RINGS_AT + CONTROL_ENTRIES * ENTRY.itemsize
         return cls(
             rank,
-            world_size,
+            voters,
             pid,
             wall_offset_ns,
             whole[_WORDS_AT : _WORDS_AT + length].decode(errors="replace"),

@@ -33,7 +33,8 @@ class Sighting(msgspec.Struct, frozen=True):
 
     state: of its process, "running", "stopped" or "dead"; words: why it ended, in its own words; ballot: the AGREED
     values of its last ballot; control, data: its last entries, oldest first; stack: of its threads, where that was
-    asked for and could be had; stderr: the end of what it wrote there, where that was asked for; taken_at: Unix time.
+    asked for and could be had; stderr: the end of what it wrote there, where that was asked for; taken_at: Unix time;
+    voters: ranks that vote together, this one included.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Sighting(msgspec.Struct, frozen=True):
     stack: str = ""
     stderr: str = ""
     taken_at: float = 0.0
+    voters: int = 0
 
     @property
     def inside(self) -> Entry | None:
@@ -103,6 +105,7 @@ def sight(
         stack=stack,
         stderr=stderr,
         taken_at=now,
+        voters=recording.voters,
     )
 
 
@@ -129,11 +132,13 @@ def culprits(seen: Sightings, *, mismatch: bool = False) -> dict[int, str]:
 
     In this order, the first that names anybody: ranks that failed by themselves; that are dead, stopped or out of
     reach; with `mismatch`, that voted otherwise than most; that are in no collective while others wait; that are in
-    another one than most; that came to it late.
+    another one than most; that came to it late. Of ranks that keep no step with each other only the first two.
     """
     if ended := culprits_by_state(seen):
         return ended
     there = {rank: sighting for rank, sighting in seen.items() if sighting is not None}
+    if _each_alone(there):
+        return {}
     if mismatch:
         return _odd_votes(there)
     waiting = {rank: entry for rank, sighting in there.items() if (entry := sighting.inside) is not None}
@@ -171,18 +176,25 @@ def examine(before: Sightings, now: Sightings) -> Report:
     others: a rank is stuck if it is where it was."""
     stuck = [rank for rank, sighting in now.items() if _same(before.get(rank), sighting)]
     blamed = culprits(now) if stuck else culprits_by_state(now)
-    there = [sighting for sighting in now.values() if sighting is not None]
-    step = max((sighting.last.step for sighting in there if sighting.last), default=0)
+    there = {rank: sighting for rank, sighting in now.items() if sighting is not None}
+    step = max((sighting.last.step for sighting in there.values() if sighting.last), default=0)
     count = f"{len(now)} rank{'s' if len(now) > 1 else ''}"
     if blamed:
         title = "out of lockstep: " + "; ".join(f"rank {rank} {words}" for rank, words in sorted(blamed.items()))
     elif stuck:
         title = f"{count} at step {step}: all wait in the same collective, no rank can be singled out"
-    elif all(sighting.asleep for sighting in there):
+    elif all(sighting.asleep for sighting in there.values()):
         title = f"{count} asleep: nobody has work"
+    elif _each_alone(there):
+        title = f"{count}, each at steps of its own: the model has no experts"
     else:
         title = f"{count} in lockstep at step {step}"
     return Report(blamed, step, "", "\n".join([title, *_table(now, blamed, brief=not blamed and not stuck)]))
+
+
+def _each_alone(there: Mapping[int, Sighting]) -> bool:
+    """Do several ranks not keep step with each other?"""
+    return len(there) > 1 and all(sighting.voters == 1 for sighting in there.values())
 
 
 def _same(before: Sighting | None, now: Sighting | None) -> bool:

@@ -20,7 +20,7 @@ def test_entries_come_back_in_order_with_what_was_said() -> None:
     recorder.control.enter(b"first ballot", ordinal=91)
     recorder.data.leave(recorder.data.enter(b"dispatch", 17, 500))
     recording = recorder.read()
-    assert (recording.rank, recording.world_size, recording.pid) == (3, 8, os.getpid())
+    assert (recording.rank, recording.voters, recording.pid) == (3, 8, os.getpid())
     done, open_ = recording.control
     assert (done["kind"], done["step"], done["ordinal"]) == (b"first ballot", 41, 90)
     assert done["left_ns"] >= done["entered_ns"] > 0

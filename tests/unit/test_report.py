@@ -147,3 +147,14 @@ def test_two_looks_at_a_gang(
     assert list(report.culprits) == blamed
     assert report.text.startswith(title)
     assert ("last control" in report.text) == (bool(blamed) or "cannot" in title or "all wait" in title)
+
+
+def test_ranks_that_keep_no_step_are_not_held_against_each_other() -> None:
+    """A dense model's: one computes, one sleeps, and that is all there is to it."""
+    alone: dict[str, Any] = {"voters": 1}
+    asleep = Entry("sleep", 7, 0, 0, 982.0)
+    now = {0: seen(0, BEFORE, ballot(), **alone), 1: seen(1, BEFORE, asleep, **alone)}
+    assert culprits(now) == {} == examine(now, now).culprits
+    assert examine({}, now).text.startswith("2 ranks, each at steps of its own: the model has no experts")
+    stopped = now | {1: seen(1, BEFORE, state="stopped", **alone)}
+    assert list(culprits(stopped)) == list(examine(stopped, stopped).culprits) == [1]
