@@ -26,6 +26,7 @@ from dp_engine.spec import RankSpec
 from dp_engine.worker import make_worker
 from ep.dispatch import make_dispatcher
 from ep.placement import Placements
+from ep.rebalance import Rebalancer
 from vote.ballot import PROTOCOL_VERSION
 from vote.errors import LockstepBroken, VoteError
 from vote.group import Groups
@@ -135,7 +136,7 @@ def _join(
         store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device, host=spec.host,
         secret=spec.keys.client_secret.encode(), timeout_s=spec.vote.control_timeout_s,
     )  # fmt: skip
-    placements = Placements.contiguous(config.num_layers, config.num_experts, spec.world_size)
+    placements = place_experts(config, spec)
     dispatcher = make_dispatcher(
         spec.experts.backend, placements, spec.rank, spec.world_size, groups.data, device, recorder.data
     )
@@ -148,12 +149,14 @@ def _join(
         wait_for_keys(store, keys, spec.start_timeout_s, "the end of loading")
     runner.warm_up()
     counters = StepCounters()
-    worker = make_worker(runner, spec.engine.overlap, spec.threads, recorder.data)
+    rebalancer = Rebalancer(runner.moe_layers, dispatcher, groups.data, spec.experts)
+    worker = make_worker(runner, spec.engine.overlap, spec.threads, recorder.data, rebalancer)
     mixed = spec.engine.policy == "unified"
     protocol = StepProtocol(
         groups.control, spec.vote, Witness(recorder, observers),
         mixed=mixed, settings=digest(settings), epoch=spec.epoch,
-        count_collectives=lambda: worker.num_collectives, on_ballot=counters.count_ballot,
+        count_collectives=lambda: worker.num_collectives, placement=lambda: worker.placement,
+        on_ballot=counters.count_ballot,
     )  # fmt: skip
     scheduler = make_scheduler(spec.engine, num_blocks, config.max_model_len, config.eos_token_ids)
     link.send(
@@ -174,8 +177,18 @@ def _join(
     return Engine(
         link, protocol, scheduler, worker, counters,
         mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control,
-        chaos=Chaos(link, scheduler) if spec.chaos else None, compiler=compiler,
+        chaos=Chaos(link, scheduler) if spec.chaos else None, compiler=compiler, rebalancer=rebalancer,
     )  # fmt: skip
+
+
+def place_experts(config: ModelConfig, spec: RankSpec) -> Placements:
+    """Where the experts are at first. Raises ModelConfigError when copies of them do not fit."""
+    try:
+        return Placements.contiguous(
+            config.num_layers, config.num_experts, spec.world_size, spec.experts.redundant_experts
+        )
+    except ValueError as error:
+        raise ModelConfigError(f"experts.redundant_experts is {spec.experts.redundant_experts}: {error}") from error
 
 
 def choose_device(spec: RankSpec) -> torch.device:

@@ -104,7 +104,7 @@ def _fresh(counts: np.ndarray, gang: Gang, rank_of: np.ndarray, node_of: np.ndar
     for node, experts in enumerate(_experts_of_nodes(totals, gang)):
         ranks = np.flatnonzero(node_of == node)
         slots = [gang.slots[rank] for rank in ranks]
-        copies = _copies(totals[experts], sum(slots), np.count_nonzero(slots))
+        copies = _copies(totals[experts], sum(slots), sum(count > 0 for count in slots))
         packed = _heaviest_first(totals[experts] // copies, copies, slots)
         logical[node_of[rank_of] == node] = experts[np.concatenate(packed).astype(np.int64)]
     return logical

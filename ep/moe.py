@@ -29,11 +29,13 @@ class MoELayer:
         self.experts = experts
         self.top_k = top_k
         self.dispatcher = dispatcher
+        self.num_rows = 0  # computed by this rank's experts since the start
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], the experts' outputs summed in k order in fp32."""
         weights, topk_ids = route_softmax(x, self.router, self.top_k)
         dispatched = self.dispatcher.dispatch(self.layer, x, topk_ids, weights)
+        self.num_rows += len(dispatched.rows)
         entry = self.dispatcher.log.enter(b"experts", len(dispatched.rows))
         outputs = self.experts(dispatched.rows, dispatched.counts)
         self.dispatcher.log.leave(entry)

@@ -140,9 +140,7 @@ class Placements:
             raise ValueError(f"layers are placed on {sorted({layer.world_size for layer in self.layers})} ranks")
 
     @classmethod
-    def contiguous(
-        cls, num_layers: int, num_experts: int, world_size: int, num_redundant: int = 0
-    ) -> "Placements":
+    def contiguous(cls, num_layers: int, num_experts: int, world_size: int, num_redundant: int = 0) -> "Placements":
         """`ExpertPlacement.contiguous` in every layer."""
         return cls((ExpertPlacement.contiguous(num_experts, world_size, num_redundant),) * num_layers)
 

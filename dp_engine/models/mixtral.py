@@ -74,6 +74,11 @@ class Mixtral:
         if skipped := loader.finish():
             progress(f"skipped {len(skipped)} tensors that the model does not use: {', '.join(skipped)}")
 
+    @property
+    def moe_layers(self) -> list[MoELayer]:
+        """In order."""
+        return [layer.moe for layer in self.layers]
+
     def forward(self, step: Step, cache: KVCache) -> Tensor:
         """Logits [N, vocab] at the output rows. Enters every collective, whatever T and N are."""
         self.dispatcher.begin_step(len(step.input_ids))
