@@ -2,11 +2,13 @@
 
 import ctypes
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.expert_weights import Activation, ExpertWeights, Source
 
 _ALIGNMENT = 64
 _OVERRUN = 16 * 1024  # bytes the prefetch looks ahead; they need not be read, but must not be anyone's page fault
@@ -19,6 +21,18 @@ def usable(*weights: Tensor) -> bool:
         and torch.get_num_threads() == 1
         and native.amx() is not None
     )
+
+
+def experts_usable(weights: Sequence[ExpertWeights], activation: Activation) -> bool:
+    """Can all these experts be packed here?"""
+    tensors = [tensor for expert in weights for tensor in expert.tensors()]
+    return activation == "silu" and all(t.dim() == 2 for t in tensors) and usable(*tensors)
+
+
+def unpack(packed: Tensor, out_features: int, in_features: int) -> Tensor:
+    """The weight [out, in] that `pack` was given."""
+    tiles = packed[: out_features * in_features].view(out_features // 32, in_features // 32, 2, 16, 16, 2)
+    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(out_features, in_features)
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -68,17 +82,10 @@ class AmxExperts:
     gate and up lie together, 16 outputs of one and the same 16 of the other, so that a strip gives finished products.
     """
 
-    def __init__(self, weights: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """weights: gate and up [inner, hidden], down [hidden, inner] of each expert; at least one."""
-        self._inner, self._hidden = weights[0][0].shape
-        self._packed = []
-        for gate, up, down in weights:
-            both = torch.stack((gate.view(-1, 16, self._hidden), up.view(-1, 16, self._hidden)), 1).flatten(0, 2)
-            self._packed.append((pack(both), pack(down)))
-        pointers = ctypes.c_void_p * len(weights)
-        self._gate_up = pointers(*(gate_up.data_ptr() for gate_up, _ in self._packed))
-        self._down = pointers(*(down.data_ptr() for _, down in self._packed))
-        self._counts = ctypes.c_long * len(weights)
+    def __init__(self, weights: Sequence[ExpertWeights]) -> None:
+        """At least one; all of the same shapes."""
+        self._inner, self._hidden = weights[0].gate.shape
+        self._take([self._pack(expert) for expert in weights])
         library = native.amx()
         assert library is not None
         self._experts = library.phalanx_amx_experts
@@ -87,9 +94,33 @@ class AmxExperts:
         """rows [R, hidden] sorted by local expert, counts[e] of them for expert e -> [R, hidden]."""
         rows = rows.contiguous()
         out = torch.empty_like(rows)
-        scratch = rows.new_empty(max(counts), self._inner)
+        scratch = rows.new_empty(max(counts, default=0), self._inner)
         self._experts(
             rows.data_ptr(), self._counts(*counts), len(counts), self._gate_up, self._down, self._hidden, self._inner,
             scratch.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
+
+    def weights(self, slot: int) -> ExpertWeights:
+        """What the slot was made of, bit for bit; copies."""
+        gate_up, down = self._packed[slot]
+        both = unpack(gate_up, 2 * self._inner, self._hidden).view(-1, 2, 16, self._hidden)
+        gate, up = (both[:, half].reshape(self._inner, self._hidden) for half in (0, 1))
+        return ExpertWeights(gate, up, unpack(down, self._hidden, self._inner))
+
+    def rearranged(self, sources: Sequence[Source]) -> "AmxExperts":
+        """Experts with these slots: an old one by number, its packed weights shared, or one of new weights."""
+        other = copy(self)
+        other._take([self._packed[s] if isinstance(s, int) else self._pack(s) for s in sources])
+        return other
+
+    def _pack(self, weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+        pair = (weights.gate.view(-1, 16, self._hidden), weights.up.view(-1, 16, self._hidden))
+        return pack(torch.stack(pair, 1).flatten(0, 2)), pack(weights.down)
+
+    def _take(self, packed: list[tuple[Tensor, Tensor]]) -> None:
+        self._packed = packed
+        pointers = ctypes.c_void_p * len(packed)
+        self._gate_up = pointers(*(gate_up.data_ptr() for gate_up, _ in packed))
+        self._down = pointers(*(down.data_ptr() for _, down in packed))
+        self._counts = ctypes.c_long * len(packed)

@@ -1,4 +1,4 @@
-"""Linear layers without bias, with the weight laid out once for the machine that runs it."""
+"""Linear layers, with the weight laid out once for the machine that runs it."""
 
 from functools import cache
 from typing import TypeAlias
@@ -44,15 +44,16 @@ def bucket(rows: int) -> int:
 
 
 class PackedLinear:
-    """`x @ weight.T` with a fixed weight [out, in], alone or with what follows it.
+    """`x @ weight.T + bias` with a fixed weight [out, in] and bias [out] or none, alone or with what follows it.
 
     On a CPU in bf16 the weight is kept only in oneDNN's own layout, which reads memory up to twice as fast at few rows,
     and what follows is computed in fp32 before the only rounding; otherwise weight and roundings are as in `F.linear`.
     x is [N, in] with any N, 0 included. The object owns its weight; the caller drops the one passed in.
     """
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
         self.out_features, self.in_features = weight.shape
+        self.bias = bias
         self.packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and packing_works()
         if self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -61,19 +62,23 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, out]"""
-        return self._unary(x, "none") if self.packed else F.linear(x, self.weight)
+        return self._unary(x, "none") if self.packed else F.linear(x, self.weight, self.bias)
 
     def silu(self, x: Tensor) -> Tensor:
         """silu of it, [N, out]"""
-        return self._unary(x, "swish") if self.packed else F.silu(F.linear(x, self.weight))
+        return self._unary(x, "swish") if self.packed else F.silu(F.linear(x, self.weight, self.bias))
 
     def add(self, x: Tensor, other: Tensor) -> Tensor:
         """Plus `other` [N, out]."""
-        return self._binary(x, other, "add") if self.packed else F.linear(x, self.weight).add_(other)
+        return self._binary(x, other, "add") if self.packed else F.linear(x, self.weight, self.bias).add_(other)
 
     def mul(self, x: Tensor, other: Tensor) -> Tensor:
         """Times `other` [N, out], element by element."""
-        return self._binary(x, other, "mul") if self.packed else F.linear(x, self.weight).mul_(other)
+        return self._binary(x, other, "mul") if self.packed else F.linear(x, self.weight, self.bias).mul_(other)
+
+    def plain(self) -> Tensor:
+        """The weight as it was given, bit for bit; not a copy where it is kept so."""
+        return self.weight.to_dense() if self.packed else self.weight
 
     def pad(self, x: Tensor) -> Tensor:
         """x with rows of zeros up to its bucket, where this matters: for several products of the same rows."""
@@ -84,20 +89,20 @@ class PackedLinear:
         rows = len(x)
         if not rows:
             return x.new_empty(0, self.out_features)
-        out = torch.ops.mkldnn._linear_pointwise.default(self.pad(x), self.weight, None, name, [], "")
+        out = torch.ops.mkldnn._linear_pointwise.default(self.pad(x), self.weight, self.bias, name, [], "")
         return out if len(out) == rows else out[:rows]
 
     def _binary(self, x: Tensor, other: Tensor, name: str) -> Tensor:
         rows = len(x)
         if not rows:
             return x.new_empty(0, self.out_features)
-        out = torch.ops.mkldnn._linear_pointwise.binary(self.pad(x), self.pad(other), self.weight, None, name)
+        out = torch.ops.mkldnn._linear_pointwise.binary(self.pad(x), self.pad(other), self.weight, self.bias, name)
         return out if len(out) == rows else out[:rows]
 
 
 Linear: TypeAlias = "amx.AmxLinear | PackedLinear"
 
 
-def make_linear(weight: Tensor) -> Linear:
+def make_linear(weight: Tensor, bias: Tensor | None = None, invariant: bool = False) -> Linear:
     """The fastest layer for this weight [out, in] here: AMX tiles, oneDNN, or plain `F.linear`."""
-    return amx.AmxLinear(weight) if amx.usable(weight) else PackedLinear(weight)
+    return amx.AmxLinear(weight) if bias is None and amx.usable(weight) else PackedLinear(weight, bias)
