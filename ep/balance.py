@@ -10,7 +10,7 @@ from ep.placement import ExpertPlacement
 
 # Of a search, in loads computed: some 20 milliseconds on one core.
 BUDGET = 4_000_000
-KICKS = 48
+KICKS = 8
 
 # The packing made from scratch has to be this much better than the one that stays close to what is there.
 MOVING_PAYS = 1 / 64

@@ -26,8 +26,10 @@ COUNTERS: dict[str, tuple[str, Callable[[ExpertReport], float]]] = {
 
 
 def expert_metrics(gangs: Mapping[int, Mapping[int, ExpertReport]], world_size: int) -> Iterator[Metric]:
-    """`gangs`: by gang, the last report of each rank that has sent one."""
+    """`gangs`: by gang, the last report of each rank that has sent one. Nothing while there is none."""
     reports = [([str(gang), str(rank)], report) for gang, ranks in gangs.items() for rank, report in ranks.items()]
+    if not reports:
+        return
     for name, (text, value) in COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=("gang", "rank"))
         for labels, report in reports:
@@ -54,10 +56,12 @@ def expert_metrics(gangs: Mapping[int, Mapping[int, ExpertReport]], world_size: 
     )
     for gang, ranks in gangs.items():
         if len(ranks) == world_size:
-            for layer, value in enumerate(imbalance([report.recent_rows for report in ranks.values()])):
-                if value is not None:
-                    uneven.add_metric([str(gang), str(layer)], value)
-    yield from (longest, recent, uneven)
+            for layer, share in enumerate(imbalance([report.recent_rows for report in ranks.values()])):
+                if share is not None:
+                    uneven.add_metric([str(gang), str(layer)], share)
+    yield from (longest, recent)
+    if uneven.samples:
+        yield uneven
 
 
 def imbalance(rows: Sequence[Sequence[int]]) -> list[float | None]:
