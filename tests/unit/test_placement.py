@@ -1,10 +1,11 @@
 """Placement: every expert has a place, and every question has the same answer."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ep.placement import ExpertPlacement
+from ep.placement import ExpertPlacement, Placements, Turns
 
 
 @pytest.mark.parametrize(
@@ -21,19 +22,62 @@ def test_contiguous_loads_every_expert_once_and_agrees_with_itself(experts: int,
     loaded = [expert for rank in range(ranks) for expert in placement.local_experts(rank)]
     assert loaded == list(range(experts))
     assert max(placement.local_counts) - min(placement.local_counts) <= 1
-    for source in range(ranks):
-        for logical, physical in enumerate(placement.preferred(source)):
-            rank, slot = placement.rank_of[physical], placement.slot_of(physical)
-            assert placement.local_experts(rank)[slot] == logical
-            assert placement.physical_of[logical] == (physical,)
+    for logical, (physical,) in enumerate(placement.physical_of):
+        rank, slot = placement.rank_of[physical], placement.slot_of(physical)
+        assert placement.local_experts(rank)[slot] == logical
 
 
-def test_replicas_are_chosen_near_first_then_spread() -> None:
+@st.composite
+def with_copies(draw: st.DrawFn) -> ExpertPlacement:
+    experts, ranks = draw(st.integers(1, 12)), draw(st.integers(1, 6))
+    return ExpertPlacement.contiguous(experts, ranks, draw(st.integers(0, experts * (ranks - 1))))
+
+
+@given(with_copies())
+def test_copies_lie_on_different_ranks(placement: ExpertPlacement) -> None:
+    for copies in placement.physical_of:
+        ranks = [placement.rank_of[physical] for physical in copies]
+        assert len(ranks) == len(set(ranks)) >= 1
+    assert max(placement.local_counts) - min(placement.local_counts) <= 1
+
+
+@given(with_copies(), st.lists(st.lists(st.integers(0, 11), max_size=30), max_size=4), st.integers(0, 5))
+def test_copies_of_an_expert_take_turns(placement: ExpertPlacement, steps: list[list[int]], source: int) -> None:
+    turns, earlier = Turns(placement, source), np.zeros(placement.num_logical, np.int64)
+    gone_to = np.zeros(placement.num_physical, np.int64)
+    for step in steps:
+        logical = np.array(step, np.int64) % placement.num_logical
+        physical = turns.physical(logical, earlier)
+        assert [placement.logical_of[copy] for copy in physical] == logical.tolist()
+        earlier += np.bincount(logical, minlength=placement.num_logical)
+        gone_to += np.bincount(physical, minlength=placement.num_physical)
+    for copies in placement.physical_of:
+        share = gone_to[list(copies)]
+        assert share.max() - share.min() <= 1
+
+
+def test_ranks_begin_with_different_copies() -> None:
     placement = ExpertPlacement(3, (2, 2, 1), (0, 1, 1, 2, 0))
     assert placement.physical_of == ((0, 4), (1, 2), (3,))
-    assert placement.preferred(0) == (0, 1, 3)
-    assert placement.preferred(1) == (4, 2, 3)
-    assert placement.preferred(2) == (4, 1, 3)
+    none = np.zeros(3, np.int64)
+    first = [Turns(placement, source).physical(np.array([0, 1, 2]), none).tolist() for source in range(3)]
+    assert first == [[0, 1, 3], [4, 2, 3], [0, 1, 3]]
+    assert Turns(placement, 0).physical(np.array([0, 0, 1, 0]), np.array([1, 0, 0])).tolist() == [4, 0, 1, 4]
+
+
+def test_copies_beyond_the_first_are_those_of_the_rank_before() -> None:
+    assert ExpertPlacement.contiguous(4, 2, 2).logical_of == (0, 1, 2, 2, 3, 0)
+    assert ExpertPlacement.contiguous(4, 3, 3).logical_of == (0, 1, 2, 2, 3, 3, 0)
+    with pytest.raises(ValueError, match="5 redundant experts do not fit: 4 experts on 2 ranks have room for 4"):
+        ExpertPlacement.contiguous(4, 2, 5)
+
+
+def test_digests_tell_placements_and_epochs_apart() -> None:
+    first = Placements.contiguous(2, 4, 2)
+    assert first.digest == Placements.contiguous(2, 4, 2).digest < 2**31
+    turned = ExpertPlacement(4, (2, 2), (2, 3, 0, 1))
+    others = [first.replaced(0, turned), first.replaced(1, turned), first.replaced(0, first.layers[0])]
+    assert len({placements.digest for placements in (first, *others)}) == 4
 
 
 @pytest.mark.parametrize(
