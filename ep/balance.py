@@ -56,26 +56,25 @@ def pack(counts: np.ndarray, gang: Gang, current: ExpertPlacement | None = None)
     """The placement with the lowest `busiest` that is found within BUDGET. counts: int64 [T, E], of recent steps.
 
     Which experts get several copies is chosen with the packing: first the hottest, as DeepSeek's EPLB does it, then
-    whatever lowers the cost. Stays as near to `current` as costs nothing. Every rank gets the same answer from the
-    same counts: it is found in integers and without a clock. Raises ValueError when the experts do not fit.
+    whatever lowers the cost. Stays as near to `current` as costs little, and is never worse than DeepSeek's choice.
+    Every rank gets the same answer from the same counts: it is found in integers and without a clock. Raises ValueError
+    when the experts do not fit.
     """
     num_experts, ranks = counts.shape[1], np.arange(len(gang.slots))
     rank_of = np.repeat(ranks, gang.slots)
     node_of = ranks // (len(ranks) // gang.num_nodes)
 
-    def refined(logical: np.ndarray) -> Descent:
-        descent = Descent(counts, rank_of, node_of, logical)
-        descent.run(BUDGET, KICKS)
-        return descent
-
-    fresh = refined(_fresh(counts, gang, rank_of, node_of))
+    fresh = Descent(counts, rank_of, node_of, _fresh(counts, gang, rank_of, node_of))
+    simple = fresh.cost
+    fresh.run(BUDGET, KICKS)
     if current is None:
         return _placement(num_experts, gang, fresh.logical)
     at_home = _at_home(fresh.logical, current, gang, rank_of, node_of)
     if not _keeps_groups(current, gang, node_of):
         return _placement(num_experts, gang, at_home)
-    near = refined(np.array(current.logical_of))
-    if fresh.cost < near.cost - int(near.cost * MOVING_PAYS):
+    near = Descent(counts, rank_of, node_of, np.array(current.logical_of))
+    near.run(BUDGET, KICKS)
+    if near.cost > simple or fresh.cost < near.cost - int(near.cost * MOVING_PAYS):
         return _placement(num_experts, gang, at_home)
     return _placement(num_experts, gang, _at_home(near.logical, current, gang, rank_of, node_of))
 
