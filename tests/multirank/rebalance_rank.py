@@ -124,3 +124,31 @@ def run_both(
 ) -> tuple[dict[Any, RankResult], dict[int, Any]]:
     """With a model and without, in one gang."""
     return run_all(rank, group, directory, runs, partial(Checked, directory)), even_out(rank, group)
+
+
+class Judged(Rebalancer):
+    """Keeps what its ranks had to compute before experts moved for the first time."""
+
+    rows_before: list[int] | None = None
+
+    def advance(self) -> None:
+        if self.rows_before is None:
+            self.rows_before = self.recent_rows()
+        super().advance()
+
+    def recent_counts(self) -> np.ndarray:
+        """int64 [layers, E]: what this rank's tokens asked for in the last steps."""
+        return self._loads.gain()
+
+
+def serve_demo(rank: int, group: Any, model_dir: Path, run: Run) -> tuple[list[int], list[int], np.ndarray, RankResult]:
+    """Rows of this rank by layer before experts moved, and in the end; what its tokens asked for in the end."""
+    made: list[Judged] = []
+
+    def make(*arguments: Any) -> Judged:
+        made.append(Judged(*arguments))
+        return made[0]
+
+    result = run_all(rank, group, model_dir, {0: run}, make)[0]
+    assert made[0].rows_before is not None, "experts have not moved"
+    return made[0].rows_before, made[0].recent_rows(), made[0].recent_counts(), result

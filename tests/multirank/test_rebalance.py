@@ -3,16 +3,20 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from dp_engine.messages import Sampling
+from ep.placement import ExpertPlacement
+from launcher.demo_model import demo_model_path
 from tests.checkpoints import write_mixtral
 from tests.multirank.engine_rank import RankResult, Run
 from tests.multirank.gang import run_gang
-from tests.multirank.rebalance_rank import EXPERTS, HIDDEN, INNER, leave_in_the_middle, run_both
+from tests.multirank.rebalance_rank import EXPERTS, HIDDEN, INNER, leave_in_the_middle, run_both, serve_demo
 from tests.scripted_link import Script
 
 pytestmark = pytest.mark.xdist_group("rebalance")
@@ -109,3 +113,30 @@ def test_a_rank_that_leaves_while_experts_move_is_noticed() -> None:
     noticed, left = run_gang(leave_in_the_middle, 2, group_timeout_s=3.0)
     assert "for moving experts, failed" in noticed
     assert left == "left"
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+@pytest.mark.skipif(not demo_model_path().exists(), reason="no demo model in the cache: make model")
+@pytest.mark.parametrize("size", [2, 3])
+def test_demo_traffic(size: int) -> None:
+    """Real text through the demo's random routers: in the mean over its layers, the busiest rank's share."""
+    tokenizer, script = AutoTokenizer.from_pretrained(demo_model_path()), Script(size)
+    source = Path("docs/scheduling.md").read_text()
+    texts = [text for text in source.split("\n\n") if len(text) > 100]
+    for number in range(90):
+        sampling = Sampling(96, temperature=0.8, seed=number, ignore_eos=True)
+        prompt = tokenizer.encode(texts[number % len(texts)])[:64]
+        script.add(3 * number, number + 1, prompt, sampling, rank=number)
+    experts = {"rebalance_interval_steps": 150, "rebalance_window_steps": 96, "rebalance_threshold": 0.01}
+    run = Run(script, {"block_size": 16, "num_blocks": 600, "policy": "unified"}, experts=experts)
+    before, after, counts, ranks = zip(
+        *run_gang(serve_demo, size, demo_model_path(), run, timeout_s=500.0), strict=True
+    )
+    total = np.sum(counts, axis=0)
+    sizes = ExpertPlacement.contiguous(EXPERTS, size).local_counts
+    best = np.mean([best_packing(layer[None], sizes) / layer.sum() for layer in total])
+    was, now = ((np.max(rows, 0) / np.sum(rows, 0)).mean() for rows in (before, after))
+    print(f"dp {size}: busiest rank's share {was:.4f}, now {now:.4f}, at best {best:.4f}; {ranks[0].report.experts}")
+    assert now <= 1.05 * best
+    assert was > 1.05 * best

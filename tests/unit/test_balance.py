@@ -1,5 +1,6 @@
 """Packing: what always holds, how near to the best it is, and what travels."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -7,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.eplb import cases, failures, measure
 from ep.balance import Gang, busiest, pack, rank_loads
 from ep.placement import ExpertPlacement
 from ep.transfers import in_goes, transfers
 from ep.window import PARTS, Window
+
+TRIED = ((2, 0), (4, 4))
 
 
 @st.composite
@@ -60,6 +64,16 @@ def test_few_experts_are_packed_as_well_as_can_be(slots: tuple[int, ...]) -> Non
         counts = (rng.pareto(1.5, (6, 8)) * 20 + rng.pareto(1.5, 8) * 50).astype(np.int64)
         best = min(np.max([counts[:, part].sum(1) for part in parts], 0).sum() for parts in every)
         assert busiest(counts, pack(counts, Gang(slots))) <= 1.02 * best
+
+
+def test_recorded_loads_are_packed_no_worse_than_by_deepseek() -> None:
+    """The demo's, copies and all; bench.eplb has more of it."""
+    two, four = (case for case in cases(quick=False) if case.name == "demo" and (case.ranks, case.redundant) in TRIED)
+    for case in (two, four):
+        few = replace(case, layers=case.layers[::3])
+        rows = measure(few)
+        assert not failures(rows)
+        assert {"DeepSeek global", "ours"} <= {row.packer for row in rows}
 
 
 def test_a_hot_expert_gets_the_copies() -> None:

@@ -1,10 +1,16 @@
 """Placement: every expert has a place, and every question has the same answer."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dp_engine.model_config import ModelConfigError
+from dp_engine.rank import place_experts
+from ep.config import ExpertConfig
 from ep.placement import ExpertPlacement, Placements, Turns
 
 
@@ -70,6 +76,15 @@ def test_copies_beyond_the_first_are_those_of_the_rank_before() -> None:
     assert ExpertPlacement.contiguous(4, 3, 3).logical_of == (0, 1, 2, 2, 3, 3, 0)
     with pytest.raises(ValueError, match="5 redundant experts do not fit: 4 experts on 2 ranks have room for 4"):
         ExpertPlacement.contiguous(4, 2, 5)
+
+
+def test_settings_that_do_not_fit_the_gang_are_named() -> None:
+    model: Any = SimpleNamespace(num_layers=2, num_experts=4)
+    spec: Any = SimpleNamespace(world_size=1, experts=ExpertConfig(redundant_experts=2))
+    with pytest.raises(ModelConfigError, match=r"experts\.redundant_experts is 2: .* 1 ranks have room for 0"):
+        place_experts(model, spec)
+    spec.world_size = 2
+    assert place_experts(model, spec).layers[1].logical_of == (0, 1, 2, 2, 3, 0)
 
 
 def test_digests_tell_placements_and_epochs_apart() -> None:
