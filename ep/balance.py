@@ -22,21 +22,22 @@ class Gang:
 
     ranks_per_node: ranks in a row that share a host, 0 when it does not matter. Then experts of one routing group
     (num_groups of equal size, in a row) stay on one node, as many groups on each, and so do the copies of an expert: a
-    token routed to few groups goes to few nodes. Where groups or slots cannot be dealt out evenly it does not matter.
+    token routed to few groups goes to few nodes. Where groups or slots cannot be dealt out evenly, or a rank has more
+    slots than a node has experts, it does not matter.
     """
 
     slots: tuple[int, ...]
     ranks_per_node: int = 0
     num_groups: int = 1
 
-    @property
-    def num_nodes(self) -> int:
-        """1 when nodes do not matter."""
+    def num_nodes(self, num_experts: int) -> int:
+        """Among which the experts are dealt out; 1 when nodes do not matter."""
         ranks, per_node = len(self.slots), self.ranks_per_node or len(self.slots)
-        if ranks % per_node or self.num_groups % (ranks // per_node):
+        nodes = ranks // per_node
+        if ranks % per_node or self.num_groups % nodes or num_experts % self.num_groups:
             return 1
         shares = {sum(self.slots[first : first + per_node]) for first in range(0, ranks, per_node)}
-        return ranks // per_node if len(shares) == 1 else 1
+        return nodes if len(shares) == 1 and max(self.slots) * nodes <= num_experts else 1
 
 
 def busiest(counts: np.ndarray, placement: ExpertPlacement) -> float:
@@ -62,7 +63,8 @@ def pack(counts: np.ndarray, gang: Gang, current: ExpertPlacement | None = None)
     """
     num_experts, ranks = counts.shape[1], np.arange(len(gang.slots))
     rank_of = np.repeat(ranks, gang.slots)
-    node_of = ranks // (len(ranks) // gang.num_nodes)
+    num_nodes = gang.num_nodes(num_experts)
+    node_of = ranks // (len(ranks) // num_nodes)
 
     fresh = Descent(counts, rank_of, node_of, _fresh(counts, gang, rank_of, node_of))
     simple = fresh.cost
@@ -70,7 +72,7 @@ def pack(counts: np.ndarray, gang: Gang, current: ExpertPlacement | None = None)
     if current is None:
         return _placement(num_experts, gang, fresh.logical)
     at_home = _at_home(fresh.logical, current, gang, rank_of, node_of)
-    if not _keeps_groups(current, gang, node_of):
+    if not _keeps_groups(current, gang, num_nodes, node_of):
         return _placement(num_experts, gang, at_home)
     near = Descent(counts, rank_of, node_of, np.array(current.logical_of))
     near.run(BUDGET, KICKS)
@@ -83,16 +85,16 @@ def _placement(num_experts: int, gang: Gang, logical: np.ndarray) -> ExpertPlace
     return ExpertPlacement(num_experts, gang.slots, tuple(logical.tolist()))
 
 
-def _keeps_groups(placement: ExpertPlacement, gang: Gang, node_of: np.ndarray) -> bool:
+def _keeps_groups(placement: ExpertPlacement, gang: Gang, num_nodes: int, node_of: np.ndarray) -> bool:
     """Whether every routing group is on one node, and as many on each."""
-    if gang.num_nodes == 1:
+    if num_nodes == 1:
         return True
     size = placement.num_logical // gang.num_groups
     nodes = [{int(node_of[placement.rank_of[p]]) for p in copies} for copies in placement.physical_of]
     groups = [set().union(*nodes[first : first + size]) for first in range(0, placement.num_logical, size)]
     if any(len(group) > 1 for group in groups):
         return False
-    return len(set(np.bincount([node for group in groups for node in group], minlength=gang.num_nodes))) == 1
+    return len(set(np.bincount([node for group in groups for node in group], minlength=num_nodes))) == 1
 
 
 def _fresh(counts: np.ndarray, gang: Gang, rank_of: np.ndarray, node_of: np.ndarray) -> np.ndarray:
@@ -100,7 +102,7 @@ def _fresh(counts: np.ndarray, gang: Gang, rank_of: np.ndarray, node_of: np.ndar
     least loaded rank."""
     totals = counts.sum(0) << UNIT_BITS
     logical = np.empty(len(rank_of), np.int64)
-    for node, experts in enumerate(_experts_of_nodes(totals, gang)):
+    for node, experts in enumerate(_experts_of_nodes(totals, gang.num_groups, int(node_of[-1]) + 1)):
         ranks = np.flatnonzero(node_of == node)
         slots = [gang.slots[rank] for rank in ranks]
         copies = _copies(totals[experts], sum(slots), sum(count > 0 for count in slots))
@@ -109,14 +111,13 @@ def _fresh(counts: np.ndarray, gang: Gang, rank_of: np.ndarray, node_of: np.ndar
     return logical
 
 
-def _experts_of_nodes(totals: np.ndarray, gang: Gang) -> list[np.ndarray]:
+def _experts_of_nodes(totals: np.ndarray, num_groups: int, num_nodes: int) -> list[np.ndarray]:
     """Experts of each node: the heaviest group to the node that has least."""
-    if gang.num_nodes == 1:
+    if num_nodes == 1:
         return [np.arange(len(totals))]
-    groups = np.arange(len(totals)).reshape(gang.num_groups, -1)
+    groups = np.arange(len(totals)).reshape(num_groups, -1)
     weights = totals[groups].sum(1)
-    per_node = gang.num_groups // gang.num_nodes
-    packed = _heaviest_first(weights, np.ones(len(weights), np.int64), [per_node] * gang.num_nodes)
+    packed = _heaviest_first(weights, np.ones(num_groups, np.int64), [num_groups // num_nodes] * num_nodes)
     return [np.sort(groups[of_node].reshape(-1)) for of_node in packed]
 
 

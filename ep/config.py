@@ -28,7 +28,7 @@ class ExpertConfig(BaseModel):
         0.05, ge=0.0, lt=1.0, description="A layer's experts move if the busiest rank's load falls by more than this."
     )
     rebalance_moves_per_step: int = Field(
-        4, ge=1, description="Experts that a rank sends or receives at most between two steps."
+        1, ge=1, description="Experts of a layer that a rank sends or receives at most between two steps."
     )
     ranks_per_node: int = Field(
         0,

@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from ep.placement import ExpertPlacement
 from ep.transfers import Transfer, in_goes, transfers
 from ep.weights_exchange import WeightsExchange
 from ep.window import Window
-from kernels.experts import ExpertWeights
+from kernels.experts import Experts
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +41,14 @@ class BalanceCounters:
 
 @dataclass
 class _Move:
-    """A layer on its way to a new placement. `arrived`: by logical expert, until the layer changes over."""
+    """A layer on its way to a new placement. `staged`: the experts in use and, behind them, those that have arrived;
+    `held`: what is in its slots."""
 
     layer: MoELayer
     target: ExpertPlacement
-    goes: Iterator[list[Transfer]]
-    arrived: dict[int, ExpertWeights] = field(default_factory=dict)
+    goes: deque[list[Transfer]]
+    staged: Experts
+    held: list[int]
 
 
 class Rebalancer:
@@ -54,8 +57,8 @@ class Rebalancer:
 
     A round goes through the layers. Each is judged by what its experts had to do in the last steps, gang-wide, and
     placed anew if that lowers the busiest rank's load by more than `rebalance_threshold`. An `advance` does one piece
-    of it: looks at a layer and moves the first experts, moves more of them, or changes over when all have arrived.
-    Until then tokens go where they went before, and besides the experts in use only those that have arrived are kept.
+    of it: looks at a layer, or moves up to `rebalance_moves_per_step` experts to and from each rank. With the last of
+    them the layer changes over; until then tokens go where they went before, and a rank keeps what arrives besides.
     """
 
     def __init__(
@@ -116,8 +119,12 @@ class Rebalancer:
         started = time.monotonic()
         if self._move is None:
             self._move = self._look_at(self._exchange, self._layers[self._next])
-        if self._move is None or self._carry_on(self._exchange, self._move):
-            self._move = None
+        else:
+            self._carry_on(self._exchange, self._move)
+            if not self._move.goes:
+                self._change_over(self._move)
+                self._move = None
+        if self._move is None:
             self._next += 1
             if self._next == len(self._layers):
                 self._end_round()
@@ -135,26 +142,24 @@ class Rebalancer:
         self._costs += before, before if stays else after, counts.sum() / old.world_size
         if stays:
             return None
-        return _Move(layer, new, in_goes(transfers(old, new), self._config.rebalance_moves_per_step))
+        goes = deque(in_goes(transfers(old, new), self._config.rebalance_moves_per_step))
+        return _Move(layer, new, goes, layer.experts, list(old.local_experts(self.dispatcher.rank)))
 
-    def _carry_on(self, exchange: WeightsExchange, move: _Move) -> bool:
-        """The next go of a move, or the changeover. True: the layer is where it should be."""
-        old, rank = self.dispatcher.placements.layers[move.layer.layer], self.dispatcher.rank
-        slots = old.local_experts(rank)
-        go = next(move.goes, None)
-        if go is not None:
-            arrived = exchange.exchange(go, move.layer.experts, slots)
-            move.arrived |= arrived
-            self.counters.received += len(arrived)
-            self.counters.received_bytes += sum(t.nbytes for one in arrived.values() for t in one.tensors())
-            return False
-        wanted = move.target.local_experts(rank)
-        if wanted != slots:
-            sources = [move.arrived[expert] if expert in move.arrived else slots.index(expert) for expert in wanted]
-            move.layer.experts = move.layer.experts.rearranged(sources)
+    def _carry_on(self, exchange: WeightsExchange, move: _Move) -> None:
+        """The next go of a move. What arrives is laid out for computing at once, so that changing over is quick."""
+        arrived = exchange.exchange(move.goes.popleft(), move.staged, move.held)
+        move.staged = move.staged.rearranged([*range(len(move.held)), *arrived.values()])
+        move.held += arrived
+        self.counters.received += len(arrived)
+        self.counters.received_bytes += sum(t.nbytes for one in arrived.values() for t in one.tensors())
+
+    def _change_over(self, move: _Move) -> None:
+        """From the next forward on, the layer is where it should be."""
+        wanted = move.target.local_experts(self.dispatcher.rank)
+        if wanted != self.dispatcher.placements.layers[move.layer.layer].local_experts(self.dispatcher.rank):
+            move.layer.experts = move.staged.rearranged([move.held.index(expert) for expert in wanted])
         self.dispatcher.place(move.layer.layer, move.target)
         self.counters.placed += 1
-        return True
 
     def _end_round(self) -> None:
         before, after = self._costs[:2] / max(self._costs[2], 1)

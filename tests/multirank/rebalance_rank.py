@@ -105,7 +105,7 @@ def even_out(rank: int, group: Any) -> dict[int, Any]:
 
 def leave_in_the_middle(rank: int, group: Any) -> str:
     """Rank 1 goes while experts move."""
-    stand = Stand(rank, group, rebalance_moves_per_step=1)
+    stand = Stand(rank, group)
     for step in range(16):
         stand.step(skewed(12, np.random.default_rng(step)))
     stand.rebalancer.advance()

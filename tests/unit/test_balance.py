@@ -26,6 +26,16 @@ def loads(draw: st.DrawFn) -> tuple[np.ndarray, ExpertPlacement]:
     return np.array([draw(values) for _ in range(steps)], np.int64), placement
 
 
+@given(loads(), st.integers(0, 3), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_there_is_a_packing_by_nodes_for_all_loads(
+    case: tuple[np.ndarray, ExpertPlacement], ranks_per_node: int, num_groups: int
+) -> None:
+    counts, unplanned = case
+    gang = Gang(unplanned.local_counts, ranks_per_node, num_groups)
+    assert pack(counts, gang, unplanned).local_counts == unplanned.local_counts
+
+
 @given(loads())
 @settings(max_examples=60, deadline=None)
 def test_a_packing_keeps_slots_and_is_never_worse(case: tuple[np.ndarray, ExpertPlacement]) -> None:
@@ -118,13 +128,16 @@ def test_groups_and_copies_stay_on_a_node(current: ExpertPlacement | None) -> No
     [
         (Gang((2, 2, 2, 2)), 1),
         (Gang((2, 2, 2, 2), 2, 8), 2),
+        (Gang((4, 4, 4, 4), 2, 8), 2),
+        (Gang((5, 5, 5, 5), 2, 8), 1),  # more slots than a node has experts
         (Gang((2, 2, 2, 2), 2, 1), 1),  # one group cannot be on two nodes
-        (Gang((2, 2, 2), 2, 2), 1),
+        (Gang((2, 2, 2, 2), 2, 6), 1),  # 8 experts are not 6 groups
+        (Gang((3, 3, 2), 2, 2), 1),
         (Gang((3, 3, 2, 2), 2, 2), 1),  # uneven shares
     ],
 )
 def test_nodes_matter_where_everything_can_be_dealt_out(gang: Gang, nodes: int) -> None:
-    assert gang.num_nodes == nodes
+    assert gang.num_nodes(8) == nodes
 
 
 # ---- what travels
