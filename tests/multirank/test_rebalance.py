@@ -117,6 +117,7 @@ def test_a_rank_that_leaves_while_experts_move_is_noticed() -> None:
 
 @pytest.mark.demo
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.skipif(not demo_model_path().exists(), reason="no demo model in the cache: make model")
 @pytest.mark.parametrize("size", [2, 3])
 def test_demo_traffic(size: int) -> None:
