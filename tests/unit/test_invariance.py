@@ -1,4 +1,4 @@
-"""The same bits for a row whatever is computed with it: products, experts, attention, and what torch gives by itself."""
+"""The same bits for a row whatever is computed with it: products, experts, attention, and what torch gives as it is."""
 
 from collections.abc import Callable, Iterator
 
