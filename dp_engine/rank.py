@@ -24,6 +24,7 @@ from dp_engine.policies import make_scheduler
 from dp_engine.runner import ModelRunner
 from dp_engine.spec import RankSpec
 from dp_engine.worker import make_worker
+from ep.config import ExpertConfig
 from ep.dispatch import make_dispatcher
 from ep.placement import Placements
 from ep.rebalance import Rebalancer
@@ -136,7 +137,7 @@ def _join(
         store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device, host=spec.host,
         secret=spec.keys.client_secret.encode(), timeout_s=spec.vote.control_timeout_s,
     )  # fmt: skip
-    placements = place_experts(config, spec)
+    placements = place_experts(config, spec.world_size, spec.experts)
     dispatcher = make_dispatcher(
         spec.experts.backend, placements, spec.rank, spec.world_size, groups.data, device, recorder.data
     )
@@ -181,14 +182,15 @@ def _join(
     )  # fmt: skip
 
 
-def place_experts(config: ModelConfig, spec: RankSpec) -> Placements:
+def place_experts(config: ModelConfig, world_size: int, experts: ExpertConfig) -> Placements:
     """Where the experts are at first. Raises ModelConfigError when copies of them do not fit."""
+    layers, redundant = config.num_moe_layers, experts.redundant_experts
+    if not layers:
+        return Placements(())
     try:
-        return Placements.contiguous(
-            config.num_layers, config.num_experts, spec.world_size, spec.experts.redundant_experts
-        )
+        return Placements.contiguous(layers, config.num_experts, world_size, redundant)
     except ValueError as error:
-        raise ModelConfigError(f"experts.redundant_experts is {spec.experts.redundant_experts}: {error}") from error
+        raise ModelConfigError(f"experts.redundant_experts is {redundant}: {error}") from error
 
 
 def choose_device(spec: RankSpec) -> torch.device:

@@ -67,16 +67,16 @@ class Rebalancer:
         dispatcher: Dispatcher,
         group: ProcessGroup | None,
         config: ExpertConfig,
-        num_groups: int = 1,
     ) -> None:
         """layers: in the order of their `.layer`. group: the data group, of all ranks; None for a gang of one, where
-        nothing can be moved. num_groups: the router's, 1 if it chooses among all experts."""
+        nothing can be moved."""
         self.counters = BalanceCounters()
         self.dispatcher = dispatcher
         self._layers = layers
         self._config = config
         self._exchange = WeightsExchange(group, dispatcher) if group is not None and layers else None
         slots = dispatcher.placements.layers[0].local_counts if layers else ()
+        num_groups = layers[0].router.routing.num_groups if layers else 1
         self._gang = Gang(slots, config.ranks_per_node, num_groups)
         self._loads = Window(lambda: dispatcher.counts, config.rebalance_window_steps)
         self._rows = Window(self.rows, config.rebalance_window_steps)

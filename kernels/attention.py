@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.tiled_attention import Tiles, make_tiles, tiled_attention
+
 # A group of its own costs about as much as this many padded (query, key) pairs of all heads.
 FREE_PADDING = 2048
 
@@ -44,10 +46,12 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Groups of a step, and where each of the T rows lies in their joined padded outputs (None: as it is)."""
+    """Groups of a step, and where each of the T rows lies in their joined padded outputs (None: as it is). A batch
+    invariant plan has tiles instead."""
 
     groups: tuple[AttentionGroup, ...]
     output_rows: Tensor | None
+    tiles: Tiles | None = None
 
 
 def group_by_length(lengths_q: Sequence[int], lengths_k: Sequence[int], free: int = FREE_PADDING) -> list[list[int]]:
@@ -174,7 +178,11 @@ def plan_attention(
     """Group B sequences. seqlens_q, seqlens_k: int [B], 1 <= q <= k; block_tables: int [B, >= longest in blocks].
 
     window: how many keys a query sees at most, its own included (at least 1); None for all before it.
+    invariant: each query's result has the same bits whatever the others are and however its prompt is cut.
     """
+    if invariant:
+        tiles = make_tiles(seqlens_q, seqlens_k, block_tables, block_size, device, window)
+        return AttentionPlan((), None, tiles)
     if window is not None:
         seqlens_q, seqlens_k, block_tables = _cut(seqlens_q, seqlens_k, block_tables, max(window, MIN_PIECE))
     planner = _Planner(seqlens_q, seqlens_k, block_tables, block_size, window)
@@ -217,6 +225,16 @@ def paged_attention(
     """
     heads, head_dim = qkv.shape[1:]
     kv_heads = (heads - num_heads) // 2
+    if plan.tiles is not None and len(qkv):
+        queries = qkv[:, :num_heads].unflatten(1, (kv_heads, -1))
+        size = (-1, plan.tiles.keys_per_tile, *cache.shape[2:])
+
+        def load(blocks: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = cache.index_select(0, blocks).view(size).permute(2, 0, 3, 1, 4).float().unbind(0)
+            return keys, values
+
+        out = tiled_attention(queries, load, plan.tiles, head_dim, scale or head_dim**-0.5, sinks)
+        return out.flatten(1).to(qkv.dtype)
     outputs = []
     for group in plan.groups:
         rows = qkv if group.query_rows is None else qkv.index_select(0, group.query_rows)

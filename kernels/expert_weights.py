@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
+
+from kernels.invariance import sigmoid
 
 Activation = Literal["silu", "swiglu_oai"]
 
@@ -38,4 +39,4 @@ def swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
     """GPT-OSS's activation: both clamped, gate * sigmoid(1.702 * gate) * (up + 1), in fp32."""
     gate = gate.float().clamp(max=SWIGLU_LIMIT)
     wide = up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1)
-    return wide.mul_(gate).mul_(torch.sigmoid(gate * SWIGLU_ALPHA)).to(up.dtype)
+    return wide.mul_(gate).mul_(sigmoid(gate * SWIGLU_ALPHA)).to(up.dtype)

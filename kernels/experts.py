@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import amx
 from kernels.expert_weights import Activation, ExpertWeights, Source, swiglu_oai
-from kernels.linear import PackedLinear
+from kernels.linear import InvariantLinear, PackedLinear
 
 __all__ = ["Activation", "Expert", "ExpertWeights", "Experts", "GroupedExperts", "Mlp", "make_experts", "make_mlp"]
 
@@ -18,17 +18,18 @@ __all__ = ["Activation", "Expert", "ExpertWeights", "Experts", "GroupedExperts",
 class Expert:
     """gate and up: [intermediate, hidden]; down: [hidden, intermediate]."""
 
-    gate: PackedLinear
-    up: PackedLinear
-    down: PackedLinear
+    gate: PackedLinear | InvariantLinear
+    up: PackedLinear | InvariantLinear
+    down: PackedLinear | InvariantLinear
     activation: Activation = "silu"
 
     @classmethod
-    def of(cls, weights: ExpertWeights, activation: Activation) -> "Expert":
+    def of(cls, weights: ExpertWeights, activation: Activation, invariant: bool) -> "Expert":
+        layer = InvariantLinear if invariant else PackedLinear
         return cls(
-            PackedLinear(weights.gate, weights.gate_bias),
-            PackedLinear(weights.up, weights.up_bias),
-            PackedLinear(weights.down, weights.down_bias),
+            layer(weights.gate, weights.gate_bias),
+            layer(weights.up, weights.up_bias),
+            layer(weights.down, weights.down_bias),
             activation,
         )
 
@@ -50,9 +51,10 @@ class Expert:
 class GroupedExperts:
     """The local experts of one layer. Owns their weights."""
 
-    def __init__(self, experts: Sequence[Expert], activation: Activation = "silu"):
+    def __init__(self, experts: Sequence[Expert], activation: Activation = "silu", invariant: bool = False):
         self.experts = tuple(experts)
         self.activation = activation
+        self.invariant = invariant
 
     def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """rows [R, hidden] sorted by local expert, counts[e] of them for expert e (R = sum) -> [R, hidden].
@@ -76,22 +78,27 @@ class GroupedExperts:
     def rearranged(self, sources: Sequence[Source]) -> "Experts":
         """Experts with these slots: an old one by number, its packed weights shared, or one of new weights."""
         if not any(isinstance(source, int) for source in sources):
-            return make_experts([source for source in sources if not isinstance(source, int)], self.activation)
+            weights = [source for source in sources if not isinstance(source, int)]
+            return make_experts(weights, self.activation, self.invariant)
         experts = [
-            self.experts[source] if isinstance(source, int) else Expert.of(source, self.activation)
+            self.experts[source] if isinstance(source, int) else Expert.of(source, self.activation, self.invariant)
             for source in sources
         ]
-        return GroupedExperts(experts, self.activation)
+        return GroupedExperts(experts, self.activation, self.invariant)
 
 
 Experts: TypeAlias = "amx.AmxExperts | GroupedExperts"
 
 
 def make_experts(weights: Sequence[ExpertWeights], activation: Activation = "silu", invariant: bool = False) -> Experts:
-    """The fastest experts for these weights here, by slot; there may be none."""
-    if weights and amx.experts_usable(weights, activation):
-        return amx.AmxExperts(weights)
-    return GroupedExperts([Expert.of(expert, activation) for expert in weights], activation)
+    """The fastest experts for these weights here, by slot; there may be none.
+
+    invariant: each row's result has the same bits whatever rows are computed with it. On AMX tiles that is always so.
+    """
+    if weights and amx.usable(*(tensor for expert in weights for tensor in expert.tensors())):
+        return amx.AmxExperts(weights, activation)
+    experts = [Expert.of(expert, activation, invariant) for expert in weights]
+    return GroupedExperts(experts, activation, invariant)
 
 
 @dataclass(frozen=True, slots=True)

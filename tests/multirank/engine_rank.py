@@ -20,13 +20,12 @@ from dp_engine.link import RankKeys
 from dp_engine.messages import Report
 from dp_engine.model_config import ModelConfig
 from dp_engine.policies import make_scheduler
-from dp_engine.rank import run_rank
+from dp_engine.rank import place_experts, run_rank
 from dp_engine.runner import ModelRunner
 from dp_engine.spec import RankSpec
 from dp_engine.worker import make_worker
 from ep.config import ExpertConfig
 from ep.dispatch import CPU, make_dispatcher
-from ep.placement import Placements
 from ep.rebalance import Rebalancer
 from tests.scripted_link import Answer, Script, ScriptedLink
 from vote.config import VoteConfig
@@ -36,7 +35,6 @@ from vote.protocol import StepProtocol
 from vote.recorder import Recorder
 from vote.witness import Witness
 
-NUM_EXPERTS = 8
 GROUP_TIMEOUT_S = 30.0
 
 
@@ -95,9 +93,8 @@ def _run(
     make_rebalancer: Callable[..., Rebalancer] = Rebalancer,
 ) -> RankResult:
     config = EngineConfig(**{"block_size": 8, "num_blocks": 80, **run.engine})
-    layers = ModelConfig.load(directory, config).num_layers
     experts = ExpertConfig(**run.experts)
-    placements = Placements.contiguous(layers, NUM_EXPERTS, control.size, experts.redundant_experts)
+    placements = place_experts(ModelConfig.load(directory, config), control.size, experts)
     dispatcher = make_dispatcher("auto", placements, control.rank, control.size, data)
     runner = ModelRunner.load(directory, config, dispatcher, CPU, lambda line: None)
     counters = StepCounters()

@@ -14,6 +14,7 @@ from ep.dispatch import CollectiveFailed, make_dispatcher
 from ep.moe import MoELayer
 from ep.placement import Placements
 from ep.rebalance import Rebalancer
+from ep.routing import Router, Routing
 from kernels.experts import ExpertWeights, make_experts
 from tests.multirank.engine_rank import RankResult, Run, run_all
 
@@ -60,7 +61,7 @@ class Stand:
         placements = Placements.contiguous(1, EXPERTS, group.size(), config.redundant_experts)
         self.dispatcher = make_dispatcher("alltoall", placements, rank, group.size(), group)
         experts = make_experts([expert(number) for number in self.held])
-        self.layer = MoELayer(0, torch.zeros(EXPERTS, HIDDEN), experts, 2, self.dispatcher)
+        self.layer = MoELayer(0, Router(Routing(2), torch.zeros(EXPERTS, HIDDEN)), experts, self.dispatcher)
         self.rebalancer = Rebalancer([self.layer], self.dispatcher, group, config)
 
     @property

@@ -23,7 +23,7 @@ from kernels.experts import GroupedExperts, make_experts, make_mlp
 from kernels.linear import PackedLinear, bucket
 from kernels.mla import mla_attention, write_latent
 from kernels.norm import rms_norm
-from kernels.rotary import RotaryTable, rotate_
+from kernels.rotary import Rope, RotaryTable, rotate_
 from tests.paged import Paged, attention_by_hand, lengths
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_norm_and_rotary_round_as_transformers(dtype: torch.dtype, rows: int) ->
     cos, sin = theirs.MixtralRotaryEmbedding(config)(x, positions[None])
     q, k = torch.randn(1, 4, rows, 16).to(dtype), torch.randn(1, 2, rows, 16).to(dtype)
     expected = theirs.apply_rotary_pos_emb(q, k, cos, sin)
-    table = RotaryTable(16, 777.0, 512, dtype, CPU)
+    table = RotaryTable(Rope(16, 777.0), 512, dtype, CPU)
     heads = torch.cat((q, k), dim=1)[0].transpose(0, 1).contiguous()
     padded = torch.cat((heads, heads), dim=1)
     rotate_(padded[:, :6], *table.at(positions))  # a view, as in the fused projection

@@ -79,12 +79,13 @@ def test_copies_beyond_the_first_are_those_of_the_rank_before() -> None:
 
 
 def test_settings_that_do_not_fit_the_gang_are_named() -> None:
-    model: Any = SimpleNamespace(num_layers=2, num_experts=4)
-    spec: Any = SimpleNamespace(world_size=1, experts=ExpertConfig(redundant_experts=2))
+    model: Any = SimpleNamespace(num_moe_layers=2, num_experts=4)
+    two = ExpertConfig(redundant_experts=2)
     with pytest.raises(ModelConfigError, match=r"experts\.redundant_experts is 2: .* 1 ranks have room for 0"):
-        place_experts(model, spec)
-    spec.world_size = 2
-    assert place_experts(model, spec).layers[1].logical_of == (0, 1, 2, 2, 3, 0)
+        place_experts(model, 1, two)
+    assert place_experts(model, 2, two).layers[1].logical_of == (0, 1, 2, 2, 3, 0)
+    model.num_moe_layers = 0
+    assert place_experts(model, 2, two).layers == ()
 
 
 def test_digests_tell_placements_and_epochs_apart() -> None:
