@@ -82,7 +82,7 @@ class Dispatcher(ABC):
     def _physical(self, layer: int, topk_ids: Tensor) -> np.ndarray:
         """Physical expert of every (token, k) pair: int64 [T * k]. Counts them."""
         logical = topk_ids.cpu().numpy().reshape(-1)
-        physical = self._turns[layer].physical(logical, self.counts[layer])
+        physical = self._turns[layer].physical(logical)
         self.counts[layer] += np.bincount(logical, minlength=self.counts.shape[1])
         return physical
 

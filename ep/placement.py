@@ -98,24 +98,26 @@ class ExpertPlacement:
 
 class Turns:
     """Which copy each token of one rank goes to: the copies of an expert take turns, so that they share its load evenly
-    whichever ranks have the tokens. Ranks begin at different copies."""
+    whichever ranks have the tokens. Ranks begin at different copies. Owns whose turn it is."""
 
     def __init__(self, placement: ExpertPlacement, source: int) -> None:
         self._num = np.array([len(copies) for copies in placement.physical_of])
         self._copies = np.zeros((placement.num_logical, self._num.max()), np.int64)
         for logical, copies in enumerate(placement.physical_of):
             self._copies[logical, : len(copies)] = np.roll(copies, -source)
+        self._sent = np.zeros(placement.num_logical, np.int64)
 
-    def physical(self, logical: np.ndarray, earlier: np.ndarray) -> np.ndarray:
-        """The physical experts for (token, k) pairs with these logical ones, int64 [N]. earlier: int64 [E], how many
-        pairs have gone to each expert before."""
+    def physical(self, logical: np.ndarray) -> np.ndarray:
+        """The physical experts for the next (token, k) pairs, by their logical ones; both int64 [N]."""
         if self._copies.shape[1] == 1:
             return self._copies[logical, 0]
         order = np.argsort(logical, kind="stable")
         grouped = logical[order]
         turn = np.empty_like(logical)
         turn[order] = np.arange(len(logical)) - np.searchsorted(grouped, grouped)
-        return self._copies[logical, (earlier[logical] + turn) % self._num[logical]]
+        turn += self._sent[logical]
+        self._sent += np.bincount(logical, minlength=len(self._sent))
+        return self._copies[logical, turn % self._num[logical]]
 
 
 def _even(number: int, shares: int) -> tuple[int, ...]:

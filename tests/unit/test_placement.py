@@ -49,13 +49,12 @@ def test_copies_lie_on_different_ranks(placement: ExpertPlacement) -> None:
 
 @given(with_copies(), st.lists(st.lists(st.integers(0, 11), max_size=30), max_size=4), st.integers(0, 5))
 def test_copies_of_an_expert_take_turns(placement: ExpertPlacement, steps: list[list[int]], source: int) -> None:
-    turns, earlier = Turns(placement, source), np.zeros(placement.num_logical, np.int64)
+    turns = Turns(placement, source)
     gone_to = np.zeros(placement.num_physical, np.int64)
     for step in steps:
         logical = np.array(step, np.int64) % placement.num_logical
-        physical = turns.physical(logical, earlier)
+        physical = turns.physical(logical)
         assert [placement.logical_of[copy] for copy in physical] == logical.tolist()
-        earlier += np.bincount(logical, minlength=placement.num_logical)
         gone_to += np.bincount(physical, minlength=placement.num_physical)
     for copies in placement.physical_of:
         share = gone_to[list(copies)]
@@ -65,10 +64,10 @@ def test_copies_of_an_expert_take_turns(placement: ExpertPlacement, steps: list[
 def test_ranks_begin_with_different_copies() -> None:
     placement = ExpertPlacement(3, (2, 2, 1), (0, 1, 1, 2, 0))
     assert placement.physical_of == ((0, 4), (1, 2), (3,))
-    none = np.zeros(3, np.int64)
-    first = [Turns(placement, source).physical(np.array([0, 1, 2]), none).tolist() for source in range(3)]
+    first = [Turns(placement, source).physical(np.array([0, 1, 2])).tolist() for source in range(3)]
     assert first == [[0, 1, 3], [4, 2, 3], [0, 1, 3]]
-    assert Turns(placement, 0).physical(np.array([0, 0, 1, 0]), np.array([1, 0, 0])).tolist() == [4, 0, 1, 4]
+    turns = Turns(placement, 0)
+    assert [turns.physical(np.array(step)).tolist() for step in ([0], [0, 0, 1, 0])] == [[0], [4, 0, 1, 4]]
 
 
 def test_copies_beyond_the_first_are_those_of_the_rank_before() -> None:
