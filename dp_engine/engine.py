@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dp_engine.admission import Refused
 from dp_engine.batch import Batch, StepStats
@@ -15,6 +15,7 @@ from dp_engine.messages import (
     FIRST_TOKEN_BUCKETS_S,
     Abort,
     Add,
+    ExpertReport,
     Fault,
     Histogram,
     Output,
@@ -32,6 +33,8 @@ from dp_engine.output import StepOutput
 from dp_engine.scheduler import Scheduler
 from dp_engine.worker import StepWorker
 from ep.dispatch import CollectiveFailed
+from ep.rebalance import Rebalancer
+from vote.ballot import Facts
 from vote.decision import StepType
 from vote.protocol import Agreement, StepProtocol
 from vote.recorder import Recorder, Ring
@@ -91,9 +94,10 @@ class Engine:
         ring: Ring | None = None,
         chaos: Chaos | None = None,
         compiler: GrammarCompiler | None = None,
+        rebalancer: Rebalancer | None = None,
     ) -> None:
         """`ring`: where this thread's ballots are noted, and its sleep. `chaos`: None refuses all faults. `compiler`:
-        of grammars; None: requests that have one are refused."""
+        of grammars; None: requests that have one are refused. `rebalancer`: the worker's, for reports."""
         self._link = link
         self._protocol = protocol
         self._scheduler = scheduler
@@ -105,6 +109,7 @@ class Engine:
         self._chaos = chaos
         self._refused = 0  # faults
         self._compiler = compiler
+        self._rebalancer = rebalancer
         self._step: int | None = None  # number of the step in flight
         self._reported_at = 0.0
 
@@ -127,7 +132,7 @@ class Engine:
         scheduler = self._scheduler
         if self._mixed:
             scheduler.plan(StepType.MIXED)
-        agreement = self._protocol.agree(scheduler.facts(), scheduler.try_prefill)
+        agreement = self._protocol.agree(self._facts(), scheduler.try_prefill)
         if agreement.compute and not self._mixed:
             scheduler.plan(agreement.step_type)
         settled = self._settle()
@@ -144,6 +149,10 @@ class Engine:
             self._sleep()
         return True
 
+    def _facts(self) -> Facts:
+        facts = self._scheduler.facts()
+        return replace(facts, wants_rebalance=True) if self._worker.wants_rebalance else facts
+
     def _issue(self, agreement: Agreement) -> None:
         """Start the planned step: it enters every collective, its batch empty or not."""
         batch = self._scheduler.batch()
@@ -151,7 +160,7 @@ class Engine:
             self._chaos.in_forward(self._scheduler.in_flight)
         self._counters.count_step(batch)
         self._step = agreement.step
-        self._worker.submit(batch, agreement.step)
+        self._worker.submit(batch, agreement.step, agreement.rebalance)
 
     def _settle(self) -> tuple[int, StepOutput] | None:
         """Wait for the step in flight, if there is one, and account for it."""
@@ -268,4 +277,21 @@ class Engine:
             bad_messages=self._link.bad_messages + self._refused,
             ballots=counters.ballots,
             first_tokens=counters.first_tokens,
+            experts=self._expert_report(),
+        )
+
+    def _expert_report(self) -> ExpertReport | None:
+        """The figures are single numbers that only rise, so they may be read while the worker counts a step."""
+        if self._rebalancer is None or not len(rows := self._rebalancer.rows()):
+            return None
+        counters = self._rebalancer.counters
+        return ExpertReport(
+            recent_rows=self._rebalancer.recent_rows(),
+            rows=int(rows.sum()),
+            rebalances=counters.rounds,
+            layers_placed=counters.placed,
+            received=counters.received,
+            received_bytes=counters.received_bytes,
+            held_s=counters.held_s,
+            longest_held_s=counters.longest_s,
         )

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 64 << 20
 
 PauseMode: TypeAlias = Literal["none", "new", "all"]
@@ -85,6 +85,19 @@ def empty_histogram(bounds: Sequence[float]) -> Histogram:
     return Histogram(0, 0.0, [0] * (len(bounds) + 1))
 
 
+class ExpertReport(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's experts, and what moving them has cost. Counters are cumulative since the rank's start."""
+
+    recent_rows: list[int]  # by MoE layer, computed in the last `experts.rebalance_window_steps` steps
+    rows: int  # a row is a token for one of its experts
+    rebalances: int  # times the load of all layers was looked at
+    layers_placed: int  # anew
+    received: int  # experts that came from other ranks
+    received_bytes: int
+    held_s: float  # that steps have waited for it, and the longest that one has
+    longest_held_s: float
+
+
 class Report(msgspec.Struct, frozen=True, array_like=True):
     """State and counters of a rank. Counters are cumulative since the rank's start."""
 
@@ -114,6 +127,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     bad_messages: int
     ballots: Histogram  # BALLOT_BUCKETS_S
     first_tokens: Histogram  # FIRST_TOKEN_BUCKETS_S: from a request's arrival at the rank to its first token
+    experts: ExpertReport | None = None  # None: the model has none
 
 
 # ---- rank -> router

@@ -24,8 +24,10 @@ from dp_engine.policies import make_scheduler
 from dp_engine.runner import ModelRunner
 from dp_engine.spec import RankSpec
 from dp_engine.worker import make_worker
+from ep.config import ExpertConfig
 from ep.dispatch import make_dispatcher
 from ep.placement import Placements
+from ep.rebalance import Rebalancer
 from vote.ballot import PROTOCOL_VERSION
 from vote.errors import LockstepBroken, VoteError
 from vote.group import Groups
@@ -131,9 +133,8 @@ def _join(
     observers = gather_observers(
         observer, store, spec.rank, spec.world_size, _observer_keys(spec), spec.start_timeout_s
     )
-    mixtures = config.num_moe_layers
-    placements = Placements.contiguous(mixtures, config.num_experts, spec.world_size) if mixtures else Placements(())
-    if mixtures:
+    placements = place_experts(config, spec.world_size, spec.experts)
+    if placements.layers:
         groups.connect(
             store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device, host=spec.host,
             secret=spec.keys.client_secret.encode(), timeout_s=spec.vote.control_timeout_s,
@@ -141,7 +142,7 @@ def _join(
     else:
         recorder.votes_alone()  # without experts the ranks share nothing that they would have to keep step for
     dispatcher = make_dispatcher(
-        spec.experts.backend if mixtures else "local",
+        spec.experts.backend if placements.layers else "local",
         placements,
         spec.rank,
         spec.world_size,
@@ -158,12 +159,14 @@ def _join(
         wait_for_keys(store, keys, spec.start_timeout_s, "the end of loading")
     runner.warm_up()
     counters = StepCounters()
-    worker = make_worker(runner, spec.engine.overlap, spec.threads, recorder.data)
+    rebalancer = Rebalancer(runner.moe_layers, dispatcher, groups.data, spec.experts)
+    worker = make_worker(runner, spec.engine.overlap, spec.threads, recorder.data, rebalancer)
     mixed = spec.engine.policy == "unified"
     protocol = StepProtocol(
         groups.control, spec.vote, Witness(recorder, observers),
         mixed=mixed, settings=digest(settings), epoch=spec.epoch,
-        count_collectives=lambda: worker.num_collectives, on_ballot=counters.count_ballot,
+        count_collectives=lambda: worker.num_collectives, placement=lambda: worker.placement,
+        on_ballot=counters.count_ballot,
     )  # fmt: skip
     scheduler = make_scheduler(spec.engine, num_blocks, config.max_model_len, config.eos_token_ids)
     link.send(
@@ -184,8 +187,19 @@ def _join(
     return Engine(
         link, protocol, scheduler, worker, counters,
         mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control,
-        chaos=Chaos(link, scheduler) if spec.chaos else None, compiler=compiler,
+        chaos=Chaos(link, scheduler) if spec.chaos else None, compiler=compiler, rebalancer=rebalancer,
     )  # fmt: skip
+
+
+def place_experts(config: ModelConfig, world_size: int, experts: ExpertConfig) -> Placements:
+    """Where the experts are at first. Raises ModelConfigError when copies of them do not fit."""
+    layers, redundant = config.num_moe_layers, experts.redundant_experts
+    if not layers:
+        return Placements(())
+    try:
+        return Placements.contiguous(layers, config.num_experts, world_size, redundant)
+    except ValueError as error:
+        raise ModelConfigError(f"experts.redundant_experts is {redundant}: {error}") from error
 
 
 def choose_device(spec: RankSpec) -> torch.device:

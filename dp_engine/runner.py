@@ -16,6 +16,7 @@ from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.models.decoder import Decoder, Step
 from dp_engine.sampler import constrain, per_output, sample
 from ep.dispatch import Dispatcher
+from ep.moe import MoELayer
 from kernels.attention import plan_attention
 from vote.decision import StepType
 
@@ -67,6 +68,11 @@ class ModelRunner:
     @property
     def num_blocks(self) -> int:
         return self._cache.num_blocks
+
+    @property
+    def moe_layers(self) -> list[MoELayer]:
+        """In order; empty for a dense model. Their experts may be replaced between two steps."""
+        return self._model.moe_layers
 
     @property
     def num_collectives(self) -> int:

@@ -19,7 +19,7 @@ from dp_engine.policies import make_scheduler
 from dp_engine.proof.explored import HeardProtocol, could_work
 from dp_engine.proof.faults import FAULTS, Fault, Gone, SimulatedReporter
 from dp_engine.proof.pretended import PretendedModel, continuation
-from dp_engine.proof.simulated_rank import SimulatedLink, SimulatedRunner, Turns
+from dp_engine.proof.simulated_rank import SimulatedLink, SimulatedRebalancer, SimulatedRunner, Turns
 from dp_engine.proof.traffic import Traffic, random_traffic
 from dp_engine.worker import StepWorker
 from vote.config import VoteConfig
@@ -50,6 +50,7 @@ class Plan:
     vote: VoteConfig
     traffic: Traffic
     fault: Fault | None = None
+    rebalance_interval: int = 0  # forwards from one round of moving experts to the next
 
     @classmethod
     def draw(cls, seed: int, ranks: int, turns: int, fault: str | None = None) -> "Plan":
@@ -69,7 +70,7 @@ class Plan:
         )  # fmt: skip
         traffic = random_traffic(random, ranks, turns)
         drawn = Fault(fault, random.randrange(ranks), random.randint(turns // 4, turns // 2)) if fault else None
-        return cls(seed, ranks, turns, engine, vote, traffic, drawn)
+        return cls(seed, ranks, turns, engine, vote, traffic, drawn, random.choice((0, 5, 30)))
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Outcome:
     ends: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     waited: int = 0
+    rebalances: int = 0
     report: Report | None = None
     errors: dict[int, Exception] = field(default_factory=dict)
 
@@ -127,11 +129,12 @@ class _Simulation:
         plan, config = self.plan, self.plan.engine
         recorder = self.recorders[rank]
         runner = SimulatedRunner(self.gang, rank, PretendedModel(NUM_BLOCKS, BLOCK_SIZE), recorder.data)
-        worker = StepWorker(runner, recorder.data)  # type: ignore[arg-type]
+        rebalancer = SimulatedRebalancer(runner, plan.rebalance_interval) if plan.rebalance_interval else None
+        worker = StepWorker(runner, recorder.data, rebalancer)  # type: ignore[arg-type]
         mixed = config.policy == "unified"
         protocol = StepProtocol(
             self.gang.group(rank), plan.vote, Witness(recorder, self.reporter), mixed=mixed, settings=17,
-            count_collectives=lambda: worker.num_collectives,
+            count_collectives=lambda: worker.num_collectives, placement=lambda: worker.placement,
         )  # fmt: skip
         scheduler = make_scheduler(config, NUM_BLOCKS, MAX_MODEL_LEN, [2])
         link = SimulatedLink(self.turns, rank, plan.traffic.arrivals[rank])
@@ -164,6 +167,7 @@ class _Simulation:
         scheduler.check_integrity()
         left = (scheduler.num_unfinished, scheduler.pool.num_used, worker.num_collectives - runner.num_collectives)
         assert not any(left), f"rank {rank} has left over: requests, blocks, collectives {left}"
+        self.outcome.rebalances = rebalancer.rounds if rebalancer is not None else 0
         self._judge(rank, link)
 
     def _same(self, number: int, agreement: Agreement, goes_on: bool) -> int:
@@ -237,8 +241,9 @@ def _words(plan: Plan, outcome: Outcome) -> str:
         return f"{settings}: {plan.fault}: " + "; ".join(f"rank {r} {w}" for r, w in outcome.report.culprits.items())
     steps = ", ".join(f"{count} {kind.value}" for kind, count in outcome.steps.items() if count)
     ends = ", ".join(f"{count} {reason}" for reason, count in sorted(outcome.ends.items()))
+    moved = f", {outcome.rebalances} rebalances" * bool(plan.rebalance_interval)
     waited = f", waited {outcome.waited} at most" * (engine.policy == "phased")
-    return f"{settings}: {outcome.turns} turns, {steps}, {outcome.sleeps} sleeps; requests: {ends}{waited}"
+    return f"{settings}: {outcome.turns} turns, {steps}, {outcome.sleeps} sleeps{moved}; requests: {ends}{waited}"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ep.placement import ExpertPlacement, Placements
+from ep.placement import ExpertPlacement, Placements, Turns
 
 CPU = torch.device("cpu")
 
@@ -71,19 +71,20 @@ class Dispatcher(ABC):
         self.num_collectives = 0
         experts = max((layer.num_logical for layer in placements.layers), default=0)
         self.counts = np.zeros((len(placements.layers), experts), np.int64)
-        self._preferred = [np.array(layer.preferred(rank)) for layer in placements.layers]
+        self._turns = [Turns(layer, rank) for layer in placements.layers]
 
     def place(self, layer: int, placement: ExpertPlacement) -> None:
         """From the next dispatch on, `layer` is placed so. All ranks do it between the same two steps, when the
         experts are where it says."""
         self.placements = self.placements.replaced(layer, placement)
-        self._preferred[layer] = np.array(placement.preferred(self.rank))
+        self._turns[layer] = Turns(placement, self.rank)
 
     def _physical(self, layer: int, topk_ids: Tensor) -> np.ndarray:
         """Physical expert of every (token, k) pair: int64 [T * k]. Counts them."""
         logical = topk_ids.cpu().numpy().reshape(-1)
+        physical = self._turns[layer].physical(logical)
         self.counts[layer] += np.bincount(logical, minlength=self.counts.shape[1])
-        return self._preferred[layer][logical]
+        return physical
 
     def _index(self, rows: np.ndarray) -> Tensor:
         """Row numbers for an index operation on this rank's device."""

@@ -30,11 +30,13 @@ class MoELayer:
         self.experts = experts
         self.dispatcher = dispatcher
         self.shared = shared
+        self.num_rows = 0  # computed by this rank's experts since the start
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], the experts' outputs summed in k order in fp32, plus the shared part's."""
         weights, topk_ids = self.router(x)
         dispatched = self.dispatcher.dispatch(self.layer, x, topk_ids, weights)
+        self.num_rows += len(dispatched.rows)
         entry = self.dispatcher.log.enter(b"experts", len(dispatched.rows))
         outputs = self.experts(dispatched.rows, dispatched.counts)
         self.dispatcher.log.leave(entry)

@@ -25,6 +25,9 @@ SAMPLES = COUNTS[-1] + SHIFT
 # Results compared: with so many, another order of summing shows in some.
 LEAST_RESULTS = 8192
 
+# Powers of 2 by which products of the samples are larger than what is left of them.
+CANCELLED = 16
+
 # Larger products are not tried with more rows: multiplications of one call, unless REFERENCE rows have more.
 MOST_WORK = 1 << 31
 
@@ -72,16 +75,16 @@ def prove(function: Callable[..., Tensor], *samples: Tensor, most: int = COUNTS[
 
 
 def cancelling(inner: int, outer: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """x [SAMPLES, inner] and weight [outer, inner] whose products nearly cancel, in a random order."""
+    """x [SAMPLES, inner] and weight [outer, inner] with products up to 2^CANCELLED that cancel in pairs, in a random
+    order, and leave what is near 1: what the sums on the way lost to rounding shows, in bf16 too."""
     generator = torch.Generator().manual_seed(inner * 7919 + outer)
-    order = torch.randperm(inner, generator=generator)
-    half = inner // 2
     x, weight = torch.randn(SAMPLES, inner, generator=generator), torch.randn(outer, inner, generator=generator)
-    x, weight = x.to(dtype), weight.to(dtype)
-    x[:, half : 2 * half] = -x[:, :half]
-    weight[:, half : 2 * half] = weight[:, :half]
-    x[:, half] *= 1.0625
-    return x[:, order].to(device), weight[:, order].to(device)
+    pairs = 3 * inner // 8
+    x[:, :pairs] *= 2.0 ** torch.randint(CANCELLED, (SAMPLES, pairs), generator=generator)
+    x[:, pairs : 2 * pairs] = -x[:, :pairs]
+    weight[:, pairs : 2 * pairs] = weight[:, :pairs]
+    order = torch.randperm(inner, generator=generator)
+    return x[:, order].to(device, dtype), weight[:, order].to(device, dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from dp_engine.messages import BALLOT_BUCKETS_S, FIRST_TOKEN_BUCKETS_S, Histogram, Report
+from launcher.expert_metrics import expert_metrics
 from launcher.router import Router
 
 GAUGES: dict[str, tuple[str, Callable[[Report], float]]] = {
@@ -82,6 +83,7 @@ class RouterCollector(Collector):
         yield from self._of_gangs()
         yield from self._of_requests()
         yield from self._from_reports()
+        yield from self._of_experts()
 
     def _of_gangs(self) -> Iterator[Metric]:
         serving = GaugeMetricFamily("phalanx_gang_serving", "1 while this gang takes requests.", labels=["gang"])
@@ -126,6 +128,19 @@ class RouterCollector(Collector):
             bad += place.link.bad_messages if place.link is not None else 0
         yield from (unplaced, started, finished, inflight, load)
         yield CounterMetricFamily("phalanx_router_bad_messages", "Messages from ranks that were dropped.", bad)
+
+    def _of_experts(self) -> Iterator[Metric]:
+        router = self._router
+        gangs = {
+            place.number: {
+                rank: report.experts
+                for rank, report in sorted(place.link.reports.items())
+                if report.experts is not None
+            }
+            for place in router.replicas
+            if place.link is not None
+        }
+        return expert_metrics(gangs, router.world_size)
 
     def _from_reports(self) -> Iterator[Metric]:
         reports = [

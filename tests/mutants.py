@@ -46,6 +46,13 @@ class OverlapsWhenBusy(Engine):
         return super().step()
 
 
+class MovesExpertsWhenBusy(Engine):
+    """Does not move experts, as agreed, while it has nothing to do itself."""
+
+    def _issue(self, agreement: Agreement) -> None:
+        super()._issue(replace(agreement, rebalance=agreement.rebalance and self._scheduler.num_unfinished > 0))
+
+
 class ByItself(StepProtocol):
     """Can count its own ballot for that of all."""
 

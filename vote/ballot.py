@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_VALUE = 2**31 - 1  # of an agreed or ranged value; counters wrap here
 
 
@@ -41,6 +41,7 @@ class Lockstep(NamedTuple):
     settings: int  # digest of the settings that must match
     collectives: int  # data-plane collectives entered so far
     owed: int = 0  # decode steps
+    placement: int = 0  # digest of where the experts are
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Facts:
     wants_stop: bool = False
     scheduled: bool = False  # phased policy: second ballot only; unified: first ballot only
     backlog: bool = False  # wants prefill, and what waits outweighs what runs here
+    wants_rebalance: bool = False  # a piece of moving experts is due before the next forward
     wake: int = 0  # last wake-up number seen
     running: int = 0  # sequences that decode here
 

@@ -22,6 +22,8 @@ class Agreement:
 
     sleep: nobody has work and all have seen the same wake-ups, so every rank may block until the next message.
     stop: every rank was asked to leave the loop.
+    rebalance: before the forward, every rank does a piece of moving experts. There is none without a forward, so a gang
+    without work sleeps, and goes on with it when it wakes.
     compute: a forward follows (PREFILL, DECODE while some rank has decode work, MIXED if some rank scheduled anything).
     """
 
@@ -30,6 +32,7 @@ class Agreement:
     compute: bool = False
     sleep: bool = False
     stop: bool = False
+    rebalance: bool = False
 
 
 class StepProtocol:
@@ -37,8 +40,8 @@ class StepProtocol:
 
     mixed: the scheduling policy knows no phases, so steps are MIXED; its ballots say what was scheduled already.
     settings: digest of what `vote.settings` compared; epoch: the gang's generation; count_collectives: the data-plane
-    collectives this rank has entered so far, which every first ballot compares; rule: a decision of one's own, instead
-    of the one that `config` names.
+    collectives this rank has entered so far, and placement: the digest of where it takes the experts to be, which every
+    first ballot compares; rule: a decision of one's own, instead of the one that `config` names.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class StepProtocol:
         settings: int = 0,
         epoch: int = 0,
         count_collectives: Callable[[], int] = lambda: 0,
+        placement: Callable[[], int] = lambda: 0,
         on_ballot: Callable[[float], None] = lambda seconds: None,
         rule: Rule | None = None,
     ) -> None:
@@ -62,6 +66,7 @@ class StepProtocol:
         self._settings = settings
         self._epoch = epoch
         self._count_collectives = count_collectives
+        self._placement = placement
         self._on_ballot = on_ballot
         self._rule = rule
         self._ballot = np.zeros(BALLOT_SIZE, np.int32)
@@ -96,7 +101,8 @@ class StepProtocol:
         else:
             work = "scheduled" if step_type is StepType.MIXED else "has_decode"
             compute, sleep = step_type is StepType.PREFILL or tally.any(work), False
-        return Agreement(self.clock.step, step_type, compute, sleep, stop=tally.all("wants_stop"))
+        rebalance = compute and tally.any("wants_rebalance")
+        return Agreement(self.clock.step, step_type, compute, sleep, tally.all("wants_stop"), rebalance)
 
     def _vote(self, kind: BallotKind, facts: Facts) -> Tally:
         lockstep = Lockstep(
@@ -109,6 +115,7 @@ class StepProtocol:
             settings=self._settings,
             collectives=self._count_collectives() & MAX_VALUE,
             owed=self.clock.owed,
+            placement=self._placement(),
         )
         self._votes_cast += 1
         write_ballot(self._ballot, lockstep, facts)

@@ -18,7 +18,7 @@ from dp_engine.policies import make_scheduler
 from dp_engine.proof.portraits import PORTRAITS
 from dp_engine.proof.worlds import World
 from dp_engine.scheduler import Scheduler
-from dp_engine.worker import StepWorker
+from dp_engine.worker import StepWorker, Submitted
 from vote.automaton import Meetings, Snapshot, Turn
 from vote.ballot import Facts
 from vote.decision import Clock, StepType
@@ -49,14 +49,18 @@ class Cast:
 class Core:
     """What a rank carries from one piece of its way to the next: all that can influence what it does later.
 
-    in_flight: with overlap, the batch of the step in flight; told: what the router has been told of each request, a
-    number of tokens, or a reason once it has ended. Not in here: the number of votes, steps and collectives so far.
-    They only ever grow, are compared with the other ranks' in `Turn.counts`, and decide nothing.
+    in_flight: with overlap, the batch of the step in flight, which `moves` experts first or not; moving: how far these
+    are, and `wants_rebalance`, whether the rank votes that they should go on; told: what the router has been told of
+    each request, a number of tokens, or a reason once it has ended. Not in here: the number of votes, steps and
+    collectives so far. They only ever grow, are compared with the other ranks' in `Turn.counts`, and decide nothing.
     """
 
     scheduler: Scheduler
     clock: Clock
     in_flight: Batch | None = None
+    moves: bool = False
+    moving: "Moving | None" = None
+    wants_rebalance: bool = False
     told: dict[int, int | str] = field(default_factory=dict)
     prompts: dict[int, int] = field(default_factory=dict)  # length, by request
     stopped: bool = False
@@ -76,7 +80,8 @@ class ExploredRank:
     def begin(self) -> Snapshot:
         world = self._world
         scheduler = self._cast.scheduler(world.engine, world.num_blocks, world.max_model_len, [2])
-        return self._freeze(Core(scheduler, self._cast.clock), asleep=False)
+        moving = Moving(world.rebalance_interval) if world.rebalance_interval else None
+        return self._freeze(Core(scheduler, self._cast.clock, moving=moving), asleep=False)
 
     def receive(self, snapshot: Snapshot, messages: Sequence[ToRank]) -> Snapshot:
         core = self._thaw(snapshot)
@@ -91,7 +96,7 @@ class ExploredRank:
         engine, heard, worker = self._engine(core, inbox, meetings)
         core.stopped = not engine.step()
         core.scheduler.check_integrity()
-        core.in_flight = worker.in_flight
+        worker.keep_in(core)
         core.clock = earliest_like(heard.clock, self._world.vote)
         counts = (heard.clock, worker.num_collectives, worker.num_submitted, core.in_flight is None)
         turn = Turn(heard.facts, heard.agreement, heard.served, could_work(core.scheduler), counts)
@@ -125,11 +130,12 @@ class ExploredRank:
     def _engine(self, core: Core, inbox: "_Inbox", meetings: Meetings) -> tuple[Engine, "HeardProtocol", "_Worker"]:
         """The rank as `dp_engine.rank` puts it together, in the state of `core`."""
         cast, config = self._cast, self._world.engine
-        worker = _Worker(core.in_flight, meetings, self.rank, self._recorder)
+        worker = _Worker(core, meetings, self.rank, self._recorder)
         mixed = config.policy == "unified"
         protocol = cast.protocol(
             cast.group(meetings, self.rank), self._vote, Witness(self._recorder), mixed=mixed,
             settings=cast.settings, count_collectives=lambda: worker.num_collectives,
+            placement=lambda: worker.placement,
         )  # fmt: skip
         protocol.clock = core.clock
         heard = HeardProtocol(protocol)
@@ -217,18 +223,21 @@ class _Inbox:
 class _Worker(StepWorker):
     """Runs the pretended model, whose forward is one collective."""
 
-    def __init__(self, in_flight: Batch | None, meetings: Meetings, rank: int, recorder: Recorder) -> None:
-        super().__init__(_Model(meetings, rank), recorder.data)  # type: ignore[arg-type]
-        self._batch = None if in_flight is None else (in_flight, 0)
+    def __init__(self, core: Core, meetings: Meetings, rank: int, recorder: Recorder) -> None:
+        model: Any = _Model(meetings, rank)
+        super().__init__(model, recorder.data, _Rebalancer(core.moving, model) if core.moving else None)  # type: ignore[arg-type]
+        self._submitted = None if core.in_flight is None else Submitted(core.in_flight, 0, core.moves)
+        self.wants_rebalance = core.wants_rebalance
         self.num_submitted = 0
 
-    @property
-    def in_flight(self) -> Batch | None:
-        return None if self._batch is None else self._batch[0]
-
-    def submit(self, batch: Batch, step: int) -> None:
-        super().submit(batch, step)
+    def submit(self, batch: Batch, step: int, rebalance: bool = False) -> None:
+        super().submit(batch, step, rebalance)
         self.num_submitted += 1
+
+    def keep_in(self, core: Core) -> None:
+        """Write down what has to be there when it goes on."""
+        core.in_flight, _, core.moves = self._submitted or (None, 0, False)
+        core.wants_rebalance = self.wants_rebalance
 
 
 class _Model:
@@ -238,11 +247,51 @@ class _Model:
         self._rank = rank
 
     def run(self, batch: Batch) -> Drawn:
-        self.num_collectives += 1
-        self._meetings.meet(self._rank, f"the {batch.step_type.value} forward", None)
+        self.meet(f"the {batch.step_type.value} forward")
         counts = 1 + batch.num_drafts
         offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         return Drawn(FIRST_TOKEN + np.repeat(batch.sampling.position, counts) + offsets)
+
+    def meet(self, place: str) -> None:
+        """A collective."""
+        self.num_collectives += 1
+        self._meetings.meet(self._rank, place, None)
+
+
+@dataclass
+class Moving:
+    """How far a rank is with moving experts, which it begins every `interval` forwards."""
+
+    interval: int
+    forwards: int = 0  # since the last round, up to `interval`
+    pieces: int = 0  # of this round that are done
+
+
+class _Rebalancer:
+    """A round is two layers: experts of the first move, those of the second stay where they are."""
+
+    def __init__(self, moving: Moving, model: _Model) -> None:
+        self._moving = moving
+        self._model = model
+
+    @property
+    def placement(self) -> int:
+        return self._moving.pieces
+
+    @property
+    def wanted(self) -> bool:
+        return self._moving.pieces > 0 or self._moving.forwards == self._moving.interval
+
+    def advance(self) -> None:
+        self._model.meet(f"the loads of layer {self._moving.pieces}")
+        if self._moving.pieces == 0:
+            self._model.meet("the weights of layer 0")
+            self._moving.pieces = 1
+        else:
+            self._moving.pieces = self._moving.forwards = 0
+
+    def step_done(self) -> None:
+        self._moving.forwards = min(self._moving.forwards + 1, self._moving.interval)
 
 
 def could_work(scheduler: Scheduler) -> bool:

@@ -91,16 +91,46 @@ class SimulatedRunner:
 
     def run(self, batch: Batch) -> Drawn:
         self.before()
-        self._collective("dispatch", batch)
+        self.collective("dispatch", batch.num_tokens, batch.step_type.value)
         tokens = self._model.run(batch)
-        self._collective("combine", batch)
+        self.collective("combine", batch.num_tokens, batch.step_type.value)
         return Drawn(tokens)
 
-    def _collective(self, name: str, batch: Batch) -> None:
+    def collective(self, name: str, size: int, what: str) -> None:
+        """Meet the others there; `what`: has to be the same for all of them."""
         self.num_collectives += 1
-        entry = self._ring.enter(name.encode(), batch.num_tokens, self.num_collectives)
+        entry = self._ring.enter(name.encode(), size, self.num_collectives)
         try:
-            self._gang.meet(self._rank, (name, batch.step_type), self.num_collectives)
+            self._gang.meet(self._rank, (name, what), self.num_collectives)
         except RankMissing as error:
             raise CollectiveFailed(f"the {name} of layer 0") from error
         self._ring.leave(entry)
+
+
+class SimulatedRebalancer:
+    """Rounds of two layers, every `interval` forwards; experts of every other layer it looks at move."""
+
+    def __init__(self, runner: SimulatedRunner, interval: int) -> None:
+        self.placement = 0
+        self.rounds = 0
+        self._runner = runner
+        self._interval = interval
+        self._forwards = 0
+        self._layer = 0
+
+    @property
+    def wanted(self) -> bool:
+        return self._layer > 0 or self._forwards >= self._interval
+
+    def advance(self) -> None:
+        self._runner.collective("expert loads", 1, f"layer {self._layer}")
+        if self._layer == self.rounds % 2:
+            self._runner.collective("expert weights", 1, f"layer {self._layer}")
+            self.placement += 1
+        self._layer = 1 - self._layer
+        if self._layer == 0:
+            self._forwards = 0
+            self.rounds += 1
+
+    def step_done(self) -> None:
+        self._forwards += 1

@@ -27,6 +27,7 @@ def world(
     vote: dict[str, Any] | None = None,
     num_blocks: int = 9,
     bounded: bool = True,
+    rebalance_interval: int = 0,
     **engine: Any,
 ) -> World:
     """A world from what differs from the usual: two ranks, the default decision, eight blocks of four tokens."""
@@ -35,6 +36,7 @@ def world(
     return World(
         name, about, ranks, tuple(router.events), EngineConfig(**(TINY | engine)), VoteConfig(**(vote or ADAPTIVE)),
         num_blocks, aborted=frozenset(router.aborted), bounded=bounded,
+        rebalance_interval=rebalance_interval,
     )  # fmt: skip
 
 
@@ -178,6 +180,8 @@ def standard_worlds() -> dict[str, World]:
         world("not-ready", "requests that wait to be ready", not_ready, vote=PUBLISHED),
         world("prefixes", "shared prefixes, a fork, and a reset", same_prompts, vote=CADENCE, **PREFIX, **OVERLAP),
         world("prefixes-unified", "the same, unified", same_prompts, **PREFIX, **UNIFIED),
+        world("rebalance", "experts move while requests run", wake_ups, rebalance_interval=2),
+        world("rebalance-overlap", "the same with overlap", wake_ups, rebalance_interval=2, **OVERLAP),
         world("stopped", "stopped in the middle of work", stopped, ranks=3, **OVERLAP),
     ]  # fmt: skip
     return {world.name: world for world in worlds}

@@ -13,7 +13,8 @@ from vote.explorer import Event
 @dataclass(frozen=True)
 class World:
     """`about`: what it is there for. `aborted`: requests that owe nobody an end. `bounded`: the wait for a prefill is;
-    not so where the pool is full and `want` is head, which asks for what does not fit."""
+    not so where the pool is full and `want` is head, which asks for what does not fit. `rebalance_interval`: forwards
+    from one round of moving experts to the next, 0 for none."""
 
     name: str
     about: str
@@ -25,6 +26,7 @@ class World:
     max_model_len: int = 32
     aborted: frozenset[int] = frozenset()
     bounded: bool = True
+    rebalance_interval: int = 0
 
 
 @dataclass

@@ -3,7 +3,7 @@
 Free of `transformers`, whose import is most of a process's start.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,13 +20,13 @@ from dp_engine.link import RankKeys
 from dp_engine.messages import Report
 from dp_engine.model_config import ModelConfig
 from dp_engine.policies import make_scheduler
-from dp_engine.rank import run_rank
+from dp_engine.rank import place_experts, run_rank
 from dp_engine.runner import ModelRunner
 from dp_engine.spec import RankSpec
 from dp_engine.worker import make_worker
 from ep.config import ExpertConfig
 from ep.dispatch import CPU, make_dispatcher
-from ep.placement import Placements
+from ep.rebalance import Rebalancer
 from tests.scripted_link import Answer, Script, ScriptedLink
 from vote.config import VoteConfig
 from vote.errors import SettingsMismatch
@@ -35,7 +35,6 @@ from vote.protocol import StepProtocol
 from vote.recorder import Recorder
 from vote.witness import Witness
 
-NUM_EXPERTS = 8
 GROUP_TIMEOUT_S = 30.0
 
 
@@ -46,6 +45,7 @@ class Run:
     script: Script
     engine: Mapping[str, Any]
     vote: Mapping[str, Any] = field(default_factory=dict)
+    experts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,39 +64,55 @@ def run_alone(directory: Path, run: Run) -> RankResult:
     return _run(directory, run, SoloGroup(), Witness(Recorder(0, 1)), None)
 
 
-def run_all(rank: int, group: Any, directory: Path, runs: Mapping[Any, Run]) -> dict[Any, RankResult]:
+def run_all(
+    rank: int,
+    group: Any,
+    directory: Path,
+    runs: Mapping[Any, Run],
+    make_rebalancer: Callable[..., Rebalancer] = Rebalancer,
+) -> dict[Any, RankResult]:
     """One rank of a gang (`tests.multirank.gang`): all runs, one after the other."""
     witness = Witness(Recorder(rank, group.size()))
     data = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     results = {}
     for name, run in runs.items():
         try:
-            results[name] = _run(directory, run, TorchControlGroup(group), witness, data)
+            results[name] = _run(directory, run, TorchControlGroup(group), witness, data, make_rebalancer)
         except Exception as error:
             witness.recorder.last_words(f"{name}: {error!r}")
             raise RuntimeError(f"in run {name}") from error
     return results
 
 
-def _run(directory: Path, run: Run, control: Any, witness: Witness, data: Any) -> RankResult:
+def _run(
+    directory: Path,
+    run: Run,
+    control: Any,
+    witness: Witness,
+    data: Any,
+    make_rebalancer: Callable[..., Rebalancer] = Rebalancer,
+) -> RankResult:
     config = EngineConfig(**{"block_size": 8, "num_blocks": 80, **run.engine})
-    layers = ModelConfig.load(directory, config).num_layers
-    placements = Placements.contiguous(layers, NUM_EXPERTS, control.size)
+    experts = ExpertConfig(**run.experts)
+    placements = place_experts(ModelConfig.load(directory, config), control.size, experts)
     dispatcher = make_dispatcher("auto", placements, control.rank, control.size, data)
     runner = ModelRunner.load(directory, config, dispatcher, CPU, lambda line: None)
     counters = StepCounters()
-    worker = make_worker(runner, config.overlap, 1)
+    rebalancer = make_rebalancer(runner.moe_layers, dispatcher, data, experts)
+    worker = make_worker(runner, config.overlap, 1, rebalancer=rebalancer)
     mixed = config.policy == "unified"
     protocol = StepProtocol(
         control, VoteConfig(**run.vote), witness, mixed=mixed,
-        count_collectives=lambda: worker.num_collectives, on_ballot=counters.count_ballot,
+        count_collectives=lambda: worker.num_collectives, placement=lambda: worker.placement,
+        on_ballot=counters.count_ballot,
     )  # fmt: skip
     model = runner.model_config
     scheduler = make_scheduler(config, runner.num_blocks, model.max_model_len, model.eos_token_ids)
     link = ScriptedLink(run.script, control.rank)
     parts = link, protocol, scheduler, worker, counters
     compiler = GrammarCompiler(lambda: Vocabulary.load(directory, model.vocab_size, model.eos_token_ids))
-    Engine(*parts, mixed=mixed, overlap=config.overlap, compiler=compiler).run()  # type: ignore[arg-type]
+    options: Any = {"mixed": mixed, "overlap": config.overlap, "compiler": compiler, "rebalancer": rebalancer}
+    Engine(*parts, **options).run()  # type: ignore[arg-type]
     assert worker.num_collectives == runner.num_collectives, "stopped with a step in flight"
     assert scheduler.num_unfinished == 0 and scheduler.pool.num_used == 0
     scheduler.check_integrity()

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dp_engine.messages import BALLOT_BUCKETS_S, FIRST_TOKEN_BUCKETS_S, Histogram, Output, Report
+from dp_engine.messages import BALLOT_BUCKETS_S, FIRST_TOKEN_BUCKETS_S, ExpertReport, Histogram, Output, Report
 from launcher.metrics import RouterCollector
 from tests.fake_gang import StubGang
 from tests.front_server import MODEL, FrontServer
@@ -41,6 +42,16 @@ REPORT = Report(
     bad_messages=19,
     ballots=Histogram(2, 0.5, [0] * len(BALLOT_BUCKETS_S) + [2]),
     first_tokens=Histogram(3, 0.5, [1, *[0] * (len(FIRST_TOKEN_BUCKETS_S) - 1), 2]),
+    experts=ExpertReport(
+        recent_rows=[30, 0],
+        rows=31,
+        rebalances=32,
+        layers_placed=33,
+        received=34,
+        received_bytes=35,
+        held_s=0.5,
+        longest_held_s=0.25,
+    ),
 )
 
 
@@ -79,6 +90,13 @@ def samples(stub: StubGang) -> dict[str, float]:
         ("phalanx_min_seqlen_k", 24),
         ("phalanx_ballot_seconds_count", 2),
         ("phalanx_first_token_seconds_count", 3),
+        ("phalanx_expert_rows_total", 31),
+        ("phalanx_expert_rebalances_total", 32),
+        ("phalanx_expert_layers_placed_total", 33),
+        ("phalanx_expert_moves_total", 34),
+        ("phalanx_expert_moved_bytes_total", 35),
+        ("phalanx_expert_rebalance_seconds_total", 0.5),
+        ("phalanx_expert_rebalance_longest_seconds", 0.25),
     ],
 )
 def test_a_report_is_shown(name: str, value: float) -> None:
@@ -87,6 +105,20 @@ def test_a_report_is_shown(name: str, value: float) -> None:
     assert {key: shown for key, shown in samples(stub).items() if key.startswith(name + "{")} == {
         f'{name}{{gang="0",rank="1"}}': value
     }
+
+
+def test_imbalance_is_shown_by_layer_when_all_ranks_have_reported() -> None:
+    stub = StubGang(2)
+    stub.say(1, Output(1, [], [], [], REPORT))
+    shown = samples(stub)
+    assert shown['phalanx_expert_recent_rows{gang="0",layer="0",rank="1"}'] == 30
+    assert not [name for name in shown if name.startswith("phalanx_expert_imbalance")]
+    assert REPORT.experts is not None
+    other = msgspec.structs.replace(REPORT.experts, recent_rows=[10, 0])
+    stub.say(0, Output(1, [], [], [], msgspec.structs.replace(REPORT, experts=other)))
+    shown = samples(stub)
+    uneven = {name: value for name, value in shown.items() if name.startswith("phalanx_expert_imbalance")}
+    assert uneven == {'phalanx_expert_imbalance{gang="0",layer="0"}': 1.5}  # nobody has computed layer 1
 
 
 def test_steps_are_shown_by_type() -> None:

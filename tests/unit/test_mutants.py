@@ -17,6 +17,7 @@ from tests.mutants import (
     EmptyPrefillResets,
     KeepsDeadHead,
     MaxGroup,
+    MovesExpertsWhenBusy,
     NeverSleeps,
     OverlapsWhenBusy,
     SkipsSecondBallot,
@@ -61,6 +62,7 @@ WORLDS: dict[str, World] = {
                        want="head"),
     "full": world("full", "heads that do not fit", heads_that_do_not_fit, vote=PUBLISHED, want="head", num_blocks=4,
                   kv_watermark=1.0, bounded=False),
+    "moving": world("moving", "experts move", one_each, rebalance_interval=1),
     **{name: standard_worlds()[name] for name in ("lonely",)},
 }  # fmt: skip
 AT_ONE = Clock(0, 1)
@@ -100,6 +102,7 @@ MUTANTS = {
         "full", everywhere(Cast(protocol=EmptyPrefillResets)), Proof.PROGRESS
     ),
     "overlap by a local fact": Mutant("uneven", {0: Cast(engine=OverlapsWhenBusy)}, Proof.LOCKSTEP),
+    "moves experts by a local fact": Mutant("moving", {1: Cast(engine=MovesExpertsWhenBusy)}, Proof.LOCKSTEP),
     "work that is not told": Mutant("calm", {1: Cast(scheduler=DeafToWork)}, Proof.SLEEP),
     "an interval longer than stated": Mutant("lonely", everywhere(Cast(vote={"any_interval": 5}), 3), Proof.WAIT),
 }

@@ -1,6 +1,7 @@
 """The step protocol over simulated ranks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -85,13 +86,34 @@ def test_sleep_does_not_advance_the_clock() -> None:
     assert gang(2, script) == [0, 0]
 
 
-@pytest.mark.parametrize("field", ["settings", "epoch", "collectives", "decode_step"])
+@pytest.mark.parametrize(
+    ("facts", "rebalance"),
+    [
+        ((BUSY, replace(BUSY, wants_rebalance=True)), True),  # one is enough
+        ((BUSY, Facts(wants_rebalance=True)), True),
+        ((BUSY, BUSY), False),
+        ((Facts(wants_rebalance=True), Facts(wants_rebalance=True)), False),  # nothing is computed: it sleeps
+        ((Facts(wants_rebalance=True), Facts(unfinished=True)), False),
+    ],
+)
+def test_experts_move_before_a_forward_if_any_rank_asks(facts: tuple[Facts, ...], rebalance: bool) -> None:
+    def script(protocol: StepProtocol, rank: int) -> tuple[bool, bool]:
+        agreement = protocol.agree(facts[rank], lambda: False)
+        return agreement.rebalance, agreement.sleep
+
+    asleep = not any(fact.unfinished for fact in facts)
+    assert gang(2, script) == [(rebalance, asleep)] * 2
+
+
+@pytest.mark.parametrize("field", ["settings", "epoch", "collectives", "decode_step", "placement"])
 def test_a_rank_out_of_lockstep_is_noticed_by_all(field: str) -> None:
     def script(protocol: StepProtocol, rank: int) -> None:
         if rank == 1 and field == "decode_step":
             protocol.clock = protocol.clock.after(StepType.DECODE)
         elif rank == 1 and field == "collectives":
             protocol._count_collectives = lambda: 8
+        elif rank == 1 and field == "placement":
+            protocol._placement = lambda: 8
         elif rank == 1:
             setattr(protocol, f"_{field}", 9)
         protocol.agree(WANTS, lambda: True)

@@ -30,6 +30,7 @@ def test_a_gang_answers_everything(ranks: int, turns: int, seed: int) -> None:
     assert outcome.turns >= turns and not outcome.errors
     assert sum(outcome.ends.values()) == len(plan.traffic.requests) > 10
     assert outcome.sleeps > 0 and outcome.tokens > 50
+    assert (outcome.rebalances > 0) == (plan.rebalance_interval > 0)
 
 
 def test_the_runs_differ_in_what_matters() -> None:
@@ -38,6 +39,7 @@ def test_the_runs_differ_in_what_matters() -> None:
     assert len(kinds) == 4
     assert {plan.vote.decision for plan in plans} == {"adaptive", "cadence"}
     assert {plan.engine.preemption for plan in plans} == {"recompute", "terminate"}
+    assert {plan.rebalance_interval for plan in plans} == {0, 5, 30}
 
 
 def test_a_seed_repeats_itself() -> None:

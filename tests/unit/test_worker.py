@@ -36,10 +36,10 @@ class FakeRunner:
         return np.array([batch.function()])
 
 
-Make = Callable[[FakeRunner], StepWorker]
+Make = Callable[..., StepWorker]
 KINDS: dict[str, Make] = {
-    "same thread": lambda runner: StepWorker(runner),  # type: ignore[arg-type]
-    "own thread": lambda runner: ThreadWorker(runner, 1),  # type: ignore[arg-type]
+    "same thread": lambda runner, rebalancer=None: StepWorker(runner, None, rebalancer),
+    "own thread": lambda runner, rebalancer=None: ThreadWorker(runner, 1, None, rebalancer),
 }
 every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
@@ -85,6 +85,42 @@ def test_what_a_step_raises_comes_out_and_others_follow(make: Make, error: Excep
 def test_a_result_needs_a_step(make: Make) -> None:
     with pytest.raises(AssertionError, match="submit comes first"):
         make(FakeRunner()).result()
+
+
+class FakeRebalancer:
+    """Wants to go on until it has done three pieces."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self.runner = runner
+        self.pieces = self.steps = 0
+
+    placement = property(lambda self: 100 + self.pieces)
+    wanted = property(lambda self: self.pieces < 3)
+
+    def advance(self) -> None:
+        self.runner.num_collectives += 1
+        self.pieces += 1
+
+    def step_done(self) -> None:
+        self.steps += 1
+
+
+@every_kind
+def test_experts_move_before_their_step_and_count_when_it_is_settled(make: Make) -> None:
+    runner = FakeRunner()
+    rebalancer = FakeRebalancer(runner)
+    worker = make(runner, rebalancer)
+    assert (worker.placement, worker.wants_rebalance) == (100, False)
+    assert compute(worker, lambda: rebalancer.pieces) == 0
+    assert (worker.placement, worker.wants_rebalance, rebalancer.steps) == (100, True, 1)
+    worker.submit(Job(lambda: rebalancer.pieces), 1, rebalance=True)  # type: ignore[arg-type]
+    assert (worker.placement, worker.wants_rebalance) == (100, False)  # until it is known what has come of it
+    assert worker.result()[0] == 1
+    assert (worker.placement, worker.wants_rebalance, worker.num_collectives) == (101, True, 8 + 2 * 4 + 1)
+    for step in (2, 3):
+        worker.submit(Job(lambda: 0), step, rebalance=True)  # type: ignore[arg-type]
+        worker.result()
+    assert (worker.placement, worker.wants_rebalance, rebalancer.steps) == (103, False, 4)
 
 
 def test_without_overlap_a_step_is_computed_when_its_result_is_wanted() -> None:
