@@ -204,7 +204,7 @@ def test_prompts_longer_than_their_window(length: int) -> None:
 def test_sinks_written_out(causal: bool) -> None:
     """What devices without the fused operator compute is the same."""
     queries, keys, values = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-    sinks, mask = torch.randn(4), torch.zeros(2, 1, 5, 5).masked_fill_(torch.rand(2, 1, 5, 5) < 0.3, -torch.inf)
+    sinks, mask = torch.randn(4, 1), torch.zeros(2, 1, 5, 5).masked_fill_(torch.rand(2, 1, 5, 5) < 0.3, -torch.inf)
     arguments = (queries, keys, values, None if causal else mask, 0.4, sinks)
     torch.testing.assert_close(attend_with_sinks(*arguments), attend(*arguments), rtol=1e-4, atol=1e-5)
 
