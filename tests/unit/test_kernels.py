@@ -1,5 +1,7 @@
 """Kernels against plain torch written for the eye."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -27,6 +29,14 @@ from kernels.rotary import Rope, RotaryTable, rotate_
 from tests.paged import Paged, attention_by_hand, lengths
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
