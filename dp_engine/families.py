@@ -96,10 +96,9 @@ def _grouped(config: JsonFile) -> dict[str, Any]:
     num_groups, topk_groups = config.integer("n_group", default=1), config.integer("topk_group", default=1)
     if topk_groups > num_groups:
         raise config.error("topk_group", f"{topk_groups} exceeds the {num_groups} groups of n_group")
-    scale = config.number("routed_scaling_factor")
     return {
         "top_k": config.integer("num_experts_per_tok"),
-        "scale": scale,
+        "scale": config.number("routed_scaling_factor"),
         "num_groups": num_groups,
         "topk_groups": topk_groups,
     }
@@ -119,28 +118,6 @@ def _sigmoid(config: JsonFile) -> Routing:
 def _shared_times(config: JsonFile) -> int:
     return config.integer("n_shared_experts", default=0, least=0) * config.integer("moe_intermediate_size")
 
-
-_DEEPSEEK_V2 = Family(
-    sparse=_after_first,
-    defaults={
-        "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "topk_method": "greedy", "n_shared_experts": 2,
-        "rope_interleave": True,
-    },
-    only={
-        "topk_method": ("greedy", "group_limited_greedy"),
-        "scoring_func": (None, "softmax"),
-        "norm_topk_prob": (None, False),  # implementations do not agree what scales the weights then
-        "moe_layer_freq": (None, 1),
-    },
-    keys=frozenset({"n_shared_experts"}),
-    latent=True,
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
-    mlp_bias="mlp_bias",
-    routing=_deepseek_v2,
-    shared="shared_experts",
-    shared_size=_shared_times,
-)  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(
@@ -180,7 +157,27 @@ FAMILIES: Mapping[str, Family] = {
         norm_per_head=False,
         expert_size="intermediate_size",
     ),
-    "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v2": Family(
+        sparse=_after_first,
+        defaults={
+            "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "topk_method": "greedy", "n_shared_experts": 2,
+            "rope_interleave": True,
+        },
+        only={
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "scoring_func": (None, "softmax"),
+            "norm_topk_prob": (None, False),  # implementations do not agree what scales the weights then
+            "moe_layer_freq": (None, 1),
+        },
+        keys=frozenset({"n_shared_experts"}),
+        latent=True,
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        routing=_deepseek_v2,
+        shared="shared_experts",
+        shared_size=_shared_times,
+    ),
     "deepseek_v3": Family(
         sparse=_after_first,
         defaults={

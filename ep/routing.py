@@ -34,7 +34,7 @@ class Routing:
 def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """logits fp32 [T, E] -> weights fp32 [T, k], topk_ids int64 [T, k], best first.
 
-    `correction`, fp32 [E], is added to the scores where experts are chosen, but not in their weights.
+    `correction`, fp32 [E], is added to sigmoid scores where experts are chosen, but not in their weights.
     """
     if routing.scoring == "topk_softmax":
         best, topk_ids = torch.topk(logits, routing.top_k, dim=-1)
@@ -45,7 +45,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     if routing.topk_groups < routing.num_groups:
         choice = choice.masked_fill(_outside(choice, routing), -torch.inf if alone else 0.0)
     topk_ids = torch.topk(choice, routing.top_k, dim=-1).indices
-    return _finish(scores.gather(1, topk_ids), routing), topk_ids
+    return _finish((scores if alone else choice).gather(1, topk_ids), routing), topk_ids
 
 
 def _outside(choice: Tensor, routing: Routing) -> Tensor:

@@ -91,7 +91,7 @@ KINDS: dict[str, Kind] = {
     "gpt-oss": Kind(
         "gpt_oss",
         {"num_local_experts": EXPERTS, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 6},
-        YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 0.25},
     ),
     "glm4-moe": Kind(
         "glm4_moe", GLM | {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}

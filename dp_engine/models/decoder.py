@@ -146,12 +146,15 @@ class _Loader:
 
     def layer(self, index: int) -> Layer:
         config, prefix = self.config, f"model.layers.{index}"
-        shape = config.attention
-        attention = GroupedQueryAttention if isinstance(shape, GroupedQueries) else MultiHeadLatentAttention
+        shape, name = config.attention, f"{prefix}.self_attn"
         return Layer(
             config=config.layers[index],
             input_norm=self.tensors.take(f"{prefix}.input_layernorm.weight", config.hidden_size),
-            attention=attention(shape, self.tensors, f"{prefix}.self_attn"),  # type: ignore[arg-type]
+            attention=(
+                GroupedQueryAttention(shape, self.tensors, name)
+                if isinstance(shape, GroupedQueries)
+                else MultiHeadLatentAttention(shape, self.tensors, name)
+            ),
             ffn_norm=self.tensors.take(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
             ffn=self._mixture(index) if config.layers[index].sparse else self._mlp(f"{prefix}.mlp", config.dense_size),
         )

@@ -86,7 +86,8 @@ class ExpertTensors:
             return ExpertWeights(gate, up, down)
         bias = self.tensors.part(f"{prefix}.experts.gate_up_proj_bias", expert, count, 2 * size)
         down_bias = self.tensors.part(f"{prefix}.experts.down_proj_bias", expert, count, hidden)
-        return ExpertWeights(gate_up[::2], gate_up[1::2], down, bias[::2], bias[1::2], down_bias)
+        gate_bias, up_bias = bias[::2].contiguous(), bias[1::2].contiguous()
+        return ExpertWeights(gate_up[::2], gate_up[1::2], down, gate_bias, up_bias, down_bias)
 
     def _part(self, name: str, expert: int, outputs: int, inputs: int) -> Tensor:
         """One expert's weight [outputs, inputs]."""

@@ -39,16 +39,11 @@ class Tensors:
     def gated(self, prefix: str, parts: Sequence[str], size: int, bias: bool = False) -> ExpertWeights:
         """The gated network at `prefix`, its gate, up and down named by `parts`."""
         hidden = self.config.hidden_size
-        outputs = (size, size, hidden)
-        weights = [
-            self.take(f"{prefix}.{part}.weight", out, hidden if out == size and part != parts[2] else size)
-            for part, out in zip(parts, outputs, strict=True)
-        ]
-        if not bias:
-            return ExpertWeights(*weights)
-        return ExpertWeights(
-            *weights, *(self.take(f"{prefix}.{part}.bias", out) for part, out in zip(parts, outputs, strict=True))
-        )
+        names = [f"{prefix}.{part}" for part in parts]
+        outputs, inputs = (size, size, hidden), (hidden, hidden, size)
+        weights = [self.take(f"{name}.weight", *shape) for name, *shape in zip(names, outputs, inputs, strict=True)]
+        biases = [self.take(f"{name}.bias", out) for name, out in zip(names, outputs, strict=True)] if bias else []
+        return ExpertWeights(*weights, *biases)
 
     def skipped(self, foreign: Iterable[str]) -> str:
         """What the model does not use, in words, `foreign` experts aside; empty if there is nothing. Raises

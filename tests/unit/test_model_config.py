@@ -102,6 +102,11 @@ def test_how_long_a_stretched_rope_is_good_for() -> None:
     assert lengths == {"default": 256, "linear": 512, "dynamic": 768, "yarn": 512, "llama3": 256}
 
 
+def test_glm_rotates_half_of_a_head_unless_told() -> None:
+    assert rope_of("glm4_moe", 8).by_type["full_attention"].dim == 4
+    assert rope_of("glm4_moe", 8, partial_rotary_factor=0.25).by_type["full_attention"].dim == 2
+
+
 def test_ropes_by_type_of_layer() -> None:
     sections = {"full_attention": YARN | {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e3}}
     config = json_file(BASE | {"rope_theta": None, "rope_parameters": sections, "sliding_window": 9})
