@@ -226,15 +226,7 @@ def paged_attention(
     heads, head_dim = qkv.shape[1:]
     kv_heads = (heads - num_heads) // 2
     if plan.tiles is not None and len(qkv):
-        queries = qkv[:, :num_heads].unflatten(1, (kv_heads, -1))
-        size = (-1, plan.tiles.keys_per_tile, *cache.shape[2:])
-
-        def load(blocks: Tensor) -> tuple[Tensor, Tensor]:
-            keys, values = cache.index_select(0, blocks).view(size).permute(2, 0, 3, 1, 4).float().unbind(0)
-            return keys, values
-
-        out = tiled_attention(queries, load, plan.tiles, head_dim, scale or head_dim**-0.5, sinks)
-        return out.flatten(1).to(qkv.dtype)
+        return _invariant(qkv, cache, plan.tiles, num_heads, scale or head_dim**-0.5, sinks)
     outputs = []
     for group in plan.groups:
         rows = qkv if group.query_rows is None else qkv.index_select(0, group.query_rows)
@@ -244,9 +236,26 @@ def paged_attention(
         else:
             kv = cache.index_select(0, group.blocks).view(group.size, -1, 2, kv_heads, head_dim)
         keys, values = kv.permute(2, 0, 3, 1, 4).unbind(0)
-        out = attend(rows[:, :, :num_heads].transpose(1, 2), keys, values, group.mask, scale, sinks)
-        outputs.append(out.transpose(1, 2).reshape(group.size * group.max_q, num_heads * head_dim))
+        queries, mask = rows[:, :, :num_heads].transpose(1, 2), group.mask
+        if group.max_q == 1 and mask is not None:  # the heads that share keys are the rows of one product
+            queries = queries.reshape(group.size, kv_heads, -1, head_dim)
+            mask = mask.expand(-1, -1, queries.shape[2], -1)
+        out = attend(queries, keys, values, mask, scale, None if sinks is None else sinks.view(queries.shape[1], -1))
+        by_head = out.reshape(group.size, num_heads, group.max_q, head_dim)
+        outputs.append(by_head.transpose(1, 2).reshape(group.size * group.max_q, num_heads * head_dim))
     return join(outputs, plan, qkv.new_empty(0, num_heads * head_dim))
+
+
+def _invariant(qkv: Tensor, cache: Tensor, tiles: Tiles, num_heads: int, scale: float, sinks: Tensor | None) -> Tensor:
+    kv_heads, head_dim = cache.shape[3:]
+    shape = (-1, tiles.keys_per_tile, *cache.shape[2:])
+
+    def load(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = cache.index_select(0, blocks).view(shape).permute(2, 0, 3, 1, 4).float().unbind(0)
+        return keys, values
+
+    queries = qkv[:, :num_heads].unflatten(1, (kv_heads, -1))
+    return tiled_attention(queries, load, tiles, head_dim, scale, sinks).flatten(1).to(qkv.dtype)
 
 
 def attend(
@@ -259,7 +268,7 @@ def attend(
 ) -> Tensor:
     """queries [G, heads, Lq, D], keys and values [G, kv_heads, Lk, D] -> [G, heads, Lq, D].
 
-    mask: additive, broadcast to [G, heads, Lq, Lk]; None: causal with Lq == Lk. sinks as in `paged_attention`.
+    mask: additive, broadcast to [G, heads, Lq, Lk]; None: causal with Lq == Lk. sinks: [heads, Lq or 1].
     """
     if sinks is None:
         return F.scaled_dot_product_attention(
@@ -269,7 +278,7 @@ def attend(
         out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, 0.0, mask is None, attn_mask=mask, scale=scale
         )
-        share = torch.sigmoid(logsumexp - sinks.float().view(-1, 1)).unsqueeze(-1)  # of all but the sink
+        share = torch.sigmoid(logsumexp - sinks.float()).unsqueeze(-1)  # of all but the sink
         return (out * share).to(out.dtype)
     return attend_with_sinks(queries, keys, values, mask, scale, sinks)
 
@@ -283,7 +292,7 @@ def attend_with_sinks(
     scores = (queries @ keys.transpose(2, 3)).float() * (queries.shape[-1] ** -0.5 if scale is None else scale)
     if mask is None:
         mask = scores.new_full(scores.shape[2:], -torch.inf).triu_(1)
-    sink = sinks.float().view(-1, 1, 1).expand(len(scores), -1, scores.shape[2], 1)
+    sink = sinks.float().unsqueeze(-1).expand(*scores.shape[:3], 1)
     shares = torch.softmax(torch.cat((scores + mask, sink), dim=-1), dim=-1)[..., :-1]
     return shares.to(values.dtype) @ values
 

@@ -23,7 +23,7 @@ SHIFT = 5
 SAMPLES = COUNTS[-1] + SHIFT
 
 # Results compared: with so many, another order of summing shows in some.
-LEAST_RESULTS = 8192
+LEAST_RESULTS = 4096
 
 # Powers of 2 by which products of the samples are larger than what is left of them.
 CANCELLED = 16

@@ -1,6 +1,5 @@
 """Linear layers, with the weight laid out once for the machine that runs it."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
 
@@ -113,19 +112,19 @@ class InvariantLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, out]"""
-        return self._run("plain", self._linear, x)
+        return self._run("__call__", x)
 
     def silu(self, x: Tensor) -> Tensor:
         """silu of it, [N, out]"""
-        return self._run("silu", self._linear.silu, x) if self._linear.packed else invariance.silu(self(x))
+        return self._run("silu", x) if self._linear.packed else invariance.silu(self(x))
 
     def add(self, x: Tensor, other: Tensor) -> Tensor:
         """Plus `other` [N, out]."""
-        return self._run("add", self._linear.add, x, other)
+        return self._run("add", x, other)
 
     def mul(self, x: Tensor, other: Tensor) -> Tensor:
         """Times `other` [N, out], element by element."""
-        return self._run("mul", self._linear.mul, x, other)
+        return self._run("mul", x, other)
 
     def plain(self) -> Tensor:
         """The weight as it was given, bit for bit; not a copy where it is kept so."""
@@ -135,25 +134,22 @@ class InvariantLinear:
         """x: every product pads for itself."""
         return x
 
-    def _run(self, kind: str, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def _run(self, method: str, *inputs: Tensor) -> Tensor:
         if not len(inputs[0]):
             return inputs[0].new_empty(0, self.out_features)
-        return _proved(kind, *self._key, torch.get_num_threads())(function, *inputs)
+        return _proved(method, *self._key, torch.get_num_threads())(getattr(self._linear, method), *inputs)
 
 
 @cache
 def _proved(
-    kind: str, outer: int, inner: int, dtype: torch.dtype, device: torch.device, with_bias: bool, threads: int
+    method: str, outer: int, inner: int, dtype: torch.dtype, device: torch.device, with_bias: bool, threads: int
 ) -> FixedRows:
-    """Rows in which layers of this shape may compute; `threads` is only part of the key."""
+    """Rows in which this method of layers of this shape may compute; `threads` is only part of the key."""
     x, weight = invariance.cancelling(inner, outer, dtype, device)
-    bias = weight[:, 0].clone() if with_bias else None
-    layer = PackedLinear(weight, bias)
-    functions: dict[str, Callable[..., Tensor]] = {"plain": layer, "silu": layer.silu, "add": layer.add}
+    layer = PackedLinear(weight, weight[:, 0].clone() if with_bias else None)
     other = torch.linspace(-1, 1, outer, dtype=dtype, device=device).expand(len(x), -1).contiguous()
-    inputs = (x, other) if kind in ("add", "mul") else (x,)
-    most = invariance.MOST_WORK // (outer * inner)
-    return invariance.prove(functions.get(kind, layer.mul), *inputs, most=most)
+    inputs = (x, other) if method in ("add", "mul") else (x,)
+    return invariance.prove(getattr(layer, method), *inputs, most=invariance.MOST_WORK // (outer * inner))
 
 
 Linear: TypeAlias = "amx.AmxLinear | PackedLinear | InvariantLinear"

@@ -116,7 +116,7 @@ def differing(found: Logits, expected: Logits) -> list[tuple[str, str]]:
     return [key for key, both in pairs.items() if not all(torch.equal(ours, theirs) for ours, theirs in both)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_logits_depend_on_the_text_alone(
     checkpoints: dict[str, Path], texts: list[list[int]], expected: Logits, world_size: int
 ) -> None:

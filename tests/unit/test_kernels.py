@@ -1,5 +1,7 @@
 """Kernels against plain torch written for the eye."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -27,6 +29,14 @@ from kernels.rotary import Rope, RotaryTable, rotate_
 from tests.paged import Paged, attention_by_hand, lengths
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,7 +214,7 @@ def test_prompts_longer_than_their_window(length: int) -> None:
 def test_sinks_written_out(causal: bool) -> None:
     """What devices without the fused operator compute is the same."""
     queries, keys, values = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-    sinks, mask = torch.randn(4), torch.zeros(2, 1, 5, 5).masked_fill_(torch.rand(2, 1, 5, 5) < 0.3, -torch.inf)
+    sinks, mask = torch.randn(4, 1), torch.zeros(2, 1, 5, 5).masked_fill_(torch.rand(2, 1, 5, 5) < 0.3, -torch.inf)
     arguments = (queries, keys, values, None if causal else mask, 0.4, sinks)
     torch.testing.assert_close(attend_with_sinks(*arguments), attend(*arguments), rtol=1e-4, atol=1e-5)
 
