@@ -1,8 +1,8 @@
 """Where ranks that share memory say how far they are, and wait for each other.
 
-A line of numbers for each rank, written by that rank alone. It writes what goes with an exchange first and the number of
-the exchange last; whoever has seen that number may read the rest, on the board and elsewhere in shared memory. x86 keeps
-both orders by itself; on other machines the kernel's scheduler is asked for a barrier on either side.
+A line of numbers for each rank, written by that rank alone. It writes what goes with an exchange first and the number
+of the exchange last; whoever has seen that number may read the rest, on the board and elsewhere in shared memory. x86
+keeps both orders by itself; on other machines the kernel's scheduler is asked for a barrier on either side.
 """
 
 import os

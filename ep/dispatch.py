@@ -23,6 +23,8 @@ BACKENDS = "local", "alltoall", "allgather", "shm", "deepep"  # each a module of
 MAX_TOKENS = 2048
 TIMEOUT_S = 30.0
 
+_SUM_ELEMENTS = 1 << 17  # of a block's products, in fp32
+
 
 class CollectiveFailed(RuntimeError):
     """An exchange with other ranks did not end, or not as agreed: one of them is gone, late by more than the time-out,
@@ -71,8 +73,8 @@ class Dispatcher(ABC):
     All ranks of a gang call the same methods in the same order. The collectives that follow depend only on what
     `begin_step` agreed and on sizes exchanged before. `num_collectives` counts those entered since the start.
 
-    `max_tokens` is the most that any rank dispatches in a step, the same on all ranks. Whatever a backend sets aside for
-    others' tokens is bounded by it, so it refuses more here, and does not believe a rank that announces more.
+    `max_tokens` is the most that any rank dispatches in a step, the same on all ranks. It bounds whatever a backend
+    sets aside for others' tokens: more is refused here, and a rank that announces more is not believed.
 
     Owns where the experts are, as far as tokens are concerned: `placements`, changed by `place` alone. `counts`, int64
     [layers, num_logical], is how many (token, k) pairs of this rank went to each expert of each layer since the start.
@@ -161,7 +163,23 @@ class Dispatcher(ABC):
 
 
 def weighted_sum(pairs: Tensor, weights: Tensor) -> Tensor:
-    """pairs [T, k, H], weights fp32 [T, k] -> [T, H], summed in fp32 in k order."""
+    """pairs [T, k, H], weights fp32 [T, k] -> [T, H], summed in fp32 in k order.
+
+    A block of tokens at a time on the CPU: products of a long prefill would be new memory in every layer, whose page
+    faults take longer than the sums.
+    """
+    per_token = pairs.shape[1] * pairs.shape[2]
+    block = max(1, _SUM_ELEMENTS // per_token) if pairs.device.type == "cpu" else len(pairs)
+    if len(pairs) <= block:
+        return _weighted_sum(pairs, weights)
+    total = pairs.new_empty(len(pairs), pairs.shape[2])
+    for start in range(0, len(pairs), block):
+        part = slice(start, start + block)
+        total[part] = _weighted_sum(pairs[part], weights[part])
+    return total
+
+
+def _weighted_sum(pairs: Tensor, weights: Tensor) -> Tensor:
     return (pairs * weights.unsqueeze(-1)).sum(1).to(pairs.dtype)
 
 

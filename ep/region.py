@@ -44,8 +44,8 @@ class Region:
 
 
 def open_region(group: ProcessGroup) -> Region:
-    """A collective over `group` (gloo). Raises NotShared on all ranks when some cannot open it: they are on other hosts,
-    in other containers, or another user's."""
+    """A collective over `group` (gloo). Raises NotShared on all ranks when some cannot open it: they are on other
+    hosts, in other containers, or another user's."""
     rank, size = group.rank(), group.size()
     name = f"phalanx-experts-{secrets.token_hex(8)}"
     own = _create(name) if rank == 0 else None
@@ -57,7 +57,9 @@ def open_region(group: ProcessGroup) -> Region:
         return Region(fd, rank, size)
     if fd is not None:
         os.close(fd)
-    raise NotShared("this system has no memfd_create" if 0 in missing else f"ranks {missing} share no memory with rank 0")
+    if 0 in missing:
+        raise NotShared("the host of rank 0 has no memfd_create")
+    raise NotShared(f"ranks {missing} share no memory with rank 0; are they on its host?")
 
 
 def _create(name: str) -> int | None:

@@ -11,9 +11,9 @@ Each rank has an area that all others see (`ep.region`), and a line on a board w
   its own pairs.
 
 Two exchanges per layer, and none for the sizes, which are on the board. A row is copied twice there and once back. An
-area needs no lock: ids and tokens are written anew only after everybody has combined, so has read them; pairs are written
-only after their rank has dispatched anew, so has summed the old ones. Nobody writes outside an area: the place of a pair
-follows from ids and numbers of tokens that are checked first.
+area needs no lock: ids and tokens are written anew only after everybody has combined, so has read them; pairs are
+written only after their rank has dispatched anew, so has summed the old ones. Nobody writes outside an area: the place
+of a pair follows from ids and numbers of tokens that are checked first.
 
 Memory on the host, shared and taken when first used: world size * max_tokens * (4 k + (k + 1) * bytes of a row).
 """
@@ -114,7 +114,7 @@ class ShmDispatcher(Dispatcher):
         place_of = [np.arange(rank * capacity, rank * capacity + count) for rank, count in enumerate(num_pairs)]
         places = np.concatenate(place_of)[mine]
         rows = x.new_empty(len(places), x.shape[1])
-        np.take(areas.tokens.reshape(-1), places // top_k, out=areas.rows(rows), mode="clip")  # unbuffered, unlike raise
+        np.take(areas.tokens.reshape(-1), places // top_k, out=areas.rows(rows), mode="clip")  # "raise" would buffer
         return Dispatched(rows, counts, _Handle(areas, places, weights))
 
     def combine(self, rows: Tensor, handle: _Handle) -> Tensor:
@@ -150,7 +150,7 @@ class ShmDispatcher(Dispatcher):
     def _areas_for(self, x: Tensor, top_k: int) -> _Areas:
         key = top_k, x.shape[1], x.dtype
         if key not in self._areas:
-            self._areas[key] = _Areas(self._region, self.max_tokens, *key[:1], x)
+            self._areas[key] = _Areas(self._region, self.max_tokens, top_k, x)
         return self._areas[key]
 
 
