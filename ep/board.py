@@ -91,6 +91,8 @@ class Board:
         words = [f"ranks {sorted(ranks)} have {what}" for what, ranks in reasons.items() if ranks]
         if not words and waited > self.timeout_s:
             words = [f"ranks {absent} did not come within {self.timeout_s:g} s"]
+        if self._cells[self._own + _LEFT]:
+            words = ["this rank has left"]
         if words:
             raise CollectiveFailed(f"rank {self.rank}: {' and '.join(words)}")
 

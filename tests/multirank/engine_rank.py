@@ -21,7 +21,7 @@ from dp_engine.messages import Report
 from dp_engine.model_config import ModelConfig
 from dp_engine.policies import make_scheduler
 from dp_engine.rank import run_rank
-from dp_engine.runner import ModelRunner
+from dp_engine.runner import ModelRunner, max_step_tokens
 from dp_engine.spec import RankSpec
 from dp_engine.worker import make_worker
 from ep.config import ExpertConfig
@@ -82,7 +82,10 @@ def _run(directory: Path, run: Run, control: Any, witness: Witness, data: Any) -
     config = EngineConfig(**{"block_size": 8, "num_blocks": 80, **run.engine})
     layers = ModelConfig.load(directory, config).num_layers
     placements = Placements.contiguous(layers, NUM_EXPERTS, control.size)
-    dispatcher = make_dispatcher("auto", placements, control.rank, control.size, data)
+    dispatcher = make_dispatcher(
+        "auto", placements, control.rank, control.size, data,
+        max_tokens=max_step_tokens(config), timeout_s=GROUP_TIMEOUT_S,
+    )  # fmt: skip
     runner = ModelRunner.load(directory, config, dispatcher, CPU, lambda line: None)
     counters = StepCounters()
     worker = make_worker(runner, config.overlap, 1)

@@ -95,7 +95,7 @@ def random_placement(dice: random.Random, num_logical: int, world_size: int) -> 
 
 def loads_for(world_size: int, rounds: int) -> list[Load]:
     """The situations, each in a layer as it comes and in one that is placed at random, `rounds` times."""
-    dice, loads = random.Random(world_size), []
+    dice, loads = random.Random(world_size), list[Load]()
     for _ in range(rounds):
         some = tuple(dice.randint(1, 9) for _ in range(world_size))
         one = [0] * world_size
