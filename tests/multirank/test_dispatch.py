@@ -101,20 +101,20 @@ def failure(call: Callable[[], Any]) -> tuple[str, float]:
 
 
 def missing(rank: int, group: Any) -> dict[str, tuple[str, float]]:
-    """Rank 1 does not come to the second layer, leaves, and in the end dies. A group that has failed is of no more use,
-    so each backend has its own."""
+    """Rank 1 does not come to the second forward, leaves, and in the end dies. A group that has failed is of no more
+    use, so each backend has its own."""
     made = {}
-    for name in ("alltoall", "rows", "allgather", "deepep", "late", "left", "shm", "alltoall after a death"):
-        own = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
-        made[name] = dispatchers(TWO, rank, own)[name if name in ("alltoall", "rows", "allgather", "deepep") else "shm"]
-        if name == "alltoall after a death":
-            made[name] = dispatchers(TWO, rank, own)["alltoall"]
+    for name in ("alltoall", "allgather", "deepep", "shm: late", "shm: left", "shm: died", "alltoall: died"):
+        own = dist.new_group(backend="gloo")
+        made[name] = dispatchers(TWO, rank, own)[name.partition(":")[0]]
         run(made[name], LOAD)
+        if name != "alltoall: died":
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=WAIT_S), own)
     if rank == 1:
-        made["left"].close()
+        made["shm: left"].close()
         time.sleep(6 * WAIT_S)
         os._exit(1)
-    made["shm"]._board.timeout_s = 60.0  # type: ignore[attr-defined]
+    made["shm: died"]._board.timeout_s = 60.0  # type: ignore[attr-defined]
     return {name: failure(lambda d=dispatcher: run(d, LOAD)) for name, dispatcher in made.items()}  # type: ignore[misc]
 
 
@@ -122,11 +122,15 @@ def test_a_rank_that_does_not_come_leaves_or_dies_is_noticed_in_time() -> None:
     (answers,) = run_gang(missing, 2, answers=[0], timeout_s=60)
     for name, (words, seconds) in answers.items():
         assert words.startswith("rank 0: "), (name, words)
-        assert seconds < (20.0 if name == "shm" else 10 * WAIT_S), (name, seconds)
-    assert answers["late"][0] == f"rank 0: ranks [1] did not come within {WAIT_S:g} s"
-    assert answers["left"][0] == "rank 0: ranks [1] have left" and answers["left"][1] < WAIT_S
-    assert answers["shm"][0] == "rank 0: ranks [1] have died"
+        assert seconds < (20.0 if "died" in name else 10 * WAIT_S), (name, seconds)
+    assert answers["shm: late"][0] == f"rank 0: ranks [1] did not come within {WAIT_S:g} s"
+    assert answers["shm: left"][0] == "rank 0: ranks [1] have left" and answers["shm: left"][1] < WAIT_S
+    assert answers["shm: died"][0] == "rank 0: ranks [1] have died"
     assert "collective number" in answers["alltoall"][0] and "DeepEP's dispatch" in answers["deepep"][0]
+
+
+class Lied(ValueError):
+    """Rank 1 has done its worst."""
 
 
 def lie_about_tokens(dispatcher: Any) -> None:
@@ -141,13 +145,26 @@ def lie_about_tokens_on_the_board(dispatcher: Any) -> None:
 
 def lie_about_rows(dispatcher: Any) -> None:
     exchange = dispatcher._exchange
-    factor = {b"expert counts": 1 << 61}
-    dispatcher._exchange = lambda kind, rows, *splits: exchange(kind, rows * factor.get(kind, 1), *splits)
+
+    def exchange_and_end(kind: bytes, rows: Tensor, *splits: Any) -> Tensor:
+        if kind != b"expert counts":
+            received: Tensor = exchange(kind, rows, *splits)
+            return received
+        exchange(kind, rows * (1 << 61), *splits)
+        raise Lied
+
+    dispatcher._exchange = exchange_and_end
 
 
 def name_no_expert(dispatcher: Any) -> None:
-    share = dispatcher._share
+    share, collect = dispatcher._share, dispatcher._collect
     dispatcher._share = lambda records: share(torch.cat((records[:, :-4], records[:, -4:] | 0x40), 1))
+
+    def collect_and_end(*arguments: Any) -> None:
+        collect(*arguments)
+        raise Lied
+
+    dispatcher._collect = collect_and_end
 
 
 def name_no_expert_in_memory(dispatcher: Any) -> None:
@@ -181,8 +198,7 @@ def lying(rank: int, group: Any) -> list[str]:
     """What the others say when rank 1 announces what it must not, or names experts that do not exist."""
     answers = []
     for backend, lie, _ in LIES:
-        own = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
-        dispatcher = dispatchers(TWO, rank, own)[backend]
+        dispatcher = dispatchers(TWO, rank, group)[backend]
         if rank == 1:
             lie(dispatcher)
         answers.append(failure(lambda dispatcher=dispatcher: run(dispatcher, LOAD))[0])  # type: ignore[misc]
