@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import servers
-from bench.vote_gang import BallotCost, GangFailed, measure_ballots, recorder_ns
+from bench.gang import GangFailed
+from bench.vote_gang import BallotCost, measure_ballots, recorder_ns
 from bench.vote_share import Share, measure_share
 
 RANKS = (2, 4, 8)

@@ -21,7 +21,7 @@ from dp_engine.kv_cache import num_blocks_for
 from dp_engine.link import SILENT_VOTES, Link, LinkHandler
 from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.policies import make_scheduler
-from dp_engine.runner import ModelRunner
+from dp_engine.runner import ModelRunner, max_step_tokens
 from dp_engine.spec import RankSpec
 from dp_engine.worker import make_worker
 from ep.config import ExpertConfig
@@ -149,7 +149,11 @@ def _join(
         groups.data,
         device,
         recorder.data,
+        max_tokens=max_step_tokens(spec.engine),
+        timeout_s=spec.vote.control_timeout_s,
+        exact_combine=spec.experts.exact_combine,
     )
+    groups.leave_too(dispatcher.close)
     started = time.monotonic()
     runner = ModelRunner.load(Path(spec.model_dir), spec.engine, dispatcher, device, log.info)
     log.info("loaded in %.1f s on %s, %d threads", time.monotonic() - started, device, spec.threads)

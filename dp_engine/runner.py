@@ -23,6 +23,11 @@ from vote.decision import StepType
 WARM_UP_TOKENS = (1, 16)
 
 
+def max_step_tokens(engine: EngineConfig) -> int:
+    """Most tokens of a forward, warm-up included."""
+    return max(engine.max_num_batched_tokens, *WARM_UP_TOKENS)
+
+
 class ModelRunner:
     """Owns the model and its KV cache. What the blocks mean is the scheduler's business."""
 

@@ -10,8 +10,16 @@ class ExpertConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Literal["auto", "local", "alltoall"] = Field(
-        "auto", description="local: all experts on this rank (dp 1); alltoall: torch.distributed; auto picks by dp."
+    backend: Literal["auto", "local", "alltoall", "allgather", "shm", "deepep"] = Field(
+        "auto",
+        description="local: all experts on this rank (dp 1); alltoall, allgather: torch.distributed; shm: memory that "
+        "the ranks of one host share, on CPUs; deepep: DeepSeek's kernels, on GPUs. auto: local at dp 1, shm for CPUs "
+        "of one host, else alltoall.",
+    )
+    exact_combine: bool = Field(
+        False,
+        description="deepep: send one row per token and expert instead of one per token and rank, so that sums have "
+        "the same last bits as with any other backend.",
     )
     redundant_experts: int = Field(
         0,

@@ -1,5 +1,6 @@
 """Control groups: how ballots travel. Here over torch.distributed; see also `vote.star` and `vote.simulated`."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -84,6 +85,11 @@ class Groups:
     def __init__(self) -> None:
         self.control: ControlGroup = SoloGroup()
         self.data: dist.ProcessGroup | None = None
+        self._leavers: list[Callable[[], None]] = []
+
+    def leave_too(self, leave: Callable[[], None]) -> None:
+        """Have `leave` called when this rank leaves unasked: for what others wait at outside of these groups."""
+        self._leavers.append(leave)
 
     def connect(
         self, store: dist.Store | None, rank: int, size: int, *,
@@ -118,6 +124,8 @@ class Groups:
     def abandon(self) -> None:
         """This rank leaves unasked: close its connections, so that others who wait for it notice at once. A collective
         that runs in another thread of it fails too."""
+        for leave in self._leavers:
+            leave()
         self.control.close()
         if dist.is_initialized():
             with suppress(RuntimeError):

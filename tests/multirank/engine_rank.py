@@ -21,7 +21,7 @@ from dp_engine.messages import Report
 from dp_engine.model_config import ModelConfig
 from dp_engine.policies import make_scheduler
 from dp_engine.rank import place_experts, run_rank
-from dp_engine.runner import ModelRunner
+from dp_engine.runner import ModelRunner, max_step_tokens
 from dp_engine.spec import RankSpec
 from dp_engine.worker import make_worker
 from ep.config import ExpertConfig
@@ -95,7 +95,10 @@ def _run(
     config = EngineConfig(**{"block_size": 8, "num_blocks": 80, **run.engine})
     experts = ExpertConfig(**run.experts)
     placements = place_experts(ModelConfig.load(directory, config), control.size, experts)
-    dispatcher = make_dispatcher("auto", placements, control.rank, control.size, data)
+    dispatcher = make_dispatcher(
+        "auto", placements, control.rank, control.size, data,
+        max_tokens=max_step_tokens(config), timeout_s=GROUP_TIMEOUT_S,
+    )  # fmt: skip
     runner = ModelRunner.load(directory, config, dispatcher, CPU, lambda line: None)
     counters = StepCounters()
     rebalancer = make_rebalancer(runner.moe_layers, dispatcher, data, experts)

@@ -1,7 +1,7 @@
 """Experts over several ranks: bit for bit what one rank computes, whatever the ranks hold."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ep.alltoall import AllToAllDispatcher, tokens_travel_whole
-from ep.dispatch import CPU, CollectiveFailed, Dispatcher, make_dispatcher
+from ep.dispatch import CPU, Dispatcher
 from ep.local import LocalDispatcher
 from ep.moe import MoELayer
 from ep.placement import ExpertPlacement, Placements
@@ -144,25 +144,6 @@ def test_copies_of_an_expert_answer_alike() -> None:
     torch.testing.assert_close(torch.cat(run_gang(replicated, 3, case)), alone(case)[0])
 
 
-def leaving(rank: int, group: Any) -> str:
-    """Rank 1 goes away before the second dispatch."""
-    dispatcher = make_dispatcher("auto", Placements.contiguous(1, 4, 2), rank, 2, group)
-    dispatcher.begin_step(rank)
-    if rank == 1:
-        return "gone"
-    try:
-        dispatcher.dispatch(0, torch.zeros(0, HIDDEN), torch.zeros(0, TOP_K, dtype=torch.int64), torch.zeros(0, TOP_K))
-    except CollectiveFailed as error:
-        return str(error)
-    return "nothing happened"
-
-
-def test_a_missing_rank_is_named_as_a_failed_collective() -> None:
-    answers = run_gang(leaving, 2, timeout_s=60)
-    assert answers[1] == "gone"
-    assert answers[0].startswith("rank 0: all-to-all number 2 failed: ")
-
-
 def failing(rank: int, group: Any, how: str) -> None:
     if rank == 1 and how == "raise":
         raise KeyError("rank one's own")
@@ -179,24 +160,8 @@ def test_gang_surfaces_the_failure_of_a_rank(how: str, words: str) -> None:
 
 def test_gang_ends_ranks_that_hang() -> None:
     with pytest.raises(GangError, match=r"ranks \[0, 1\] did not end in time"):
-        run_gang(_hang, 2, timeout_s=5)
+        run_gang(_hang, 2, timeout_s=2)
 
 
 def _hang(rank: int, group: Any) -> None:
     time.sleep(600)
-
-
-def refusals() -> list[tuple[Callable[[], Any], str]]:
-    two = Placements.contiguous(1, 8, 2)
-    return [
-        (lambda: make_dispatcher("local", two, 0, 2, None), "local is for dp 1, not 2"),
-        (lambda: make_dispatcher("auto", two, 0, 2, None), "needs a process group"),
-        (lambda: make_dispatcher("pigeons", two, 0, 2, None), "unknown experts.backend 'pigeons'"),
-    ]
-
-
-@pytest.mark.parametrize("index", range(3))
-def test_backends_that_do_not_fit_are_refused(index: int) -> None:
-    call, words = refusals()[index]
-    with pytest.raises(ValueError, match=words):
-        call()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench import dispatch
 from bench.client import Exchange, burst
 from bench.serve import parse_arguments, ratios, request_bodies
 from bench.stats import BadAnswer, Summary, Timeline, median_of, percentile, summarise, timeline
@@ -293,3 +294,21 @@ def test_curves_say_what_holds_and_how_they_were_made(tmp_path: Path) -> None:
     assert rows[0].startswith("2,equal,1.0,60,cadence,all")
     draw(tmp_path / "curves.png", runs, "python -m bench.vote_curves here")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def dispatch_report(shm_us: float) -> dict[str, Any]:
+    costs = {"alltoall": 400.0, "allgather": 500.0, "shm": shm_us}
+    rows = [
+        {"ranks": 2, "hidden": 576, "tokens": 8, "backend": backend, "us": us, "ratio": us / 400}
+        for backend, us in costs.items()
+    ]
+    return {"auto": "shm", "costs": rows}
+
+
+def test_dispatch_says_where_auto_takes_another_backend_than_the_fastest() -> None:
+    assert not dispatch.failures(dispatch_report(40.0)) and not dispatch.failures(dispatch_report(430.0))
+    (words,) = dispatch.failures(dispatch_report(450.0))
+    assert words == "auto takes shm, which needs 450 µs for 8 tokens of 576 on 2 ranks; another backend 400 µs"
+    assert [cell for column in dispatch.table(dispatch_report(40.0)).columns for cell in column.cells] == [
+        "2", "576", "8", "400 (1.00)", "500 (1.25)", "40 (0.10)",
+    ]  # fmt: skip
