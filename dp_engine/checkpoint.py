@@ -77,25 +77,19 @@ class Checkpoint:
         """Check that all these tensors exist, whether this rank reads them or not."""
         for name in names:
             if name not in self._files:
-                file = next(iter(self._shards)) if len(self._shards) == 1 else INDEX
+                file = INDEX if (self.model_dir / INDEX).is_file() else next(iter(self._shards))
                 raise CheckpointError(f"{self.model_dir / file}: tensor {name} is missing")
-            self._required.add(name)
             if self._stored[name].dtype == FP8:
-                if name + SCALE not in self._files:
-                    raise CheckpointError(
-                        f"{self.path(name)}: tensor {name} is stored in fp8, but its scales {name + SCALE} are missing"
-                    )
-                self._required.add(name + SCALE)
+                self._check_scales(name)
+            self._required.add(name)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor `name`, which must have this shape, as `dtype`. Each may be taken once."""
-        self._claim(name, name)
-        return self._load(name, None, shape, dtype)
+        return self._load(name, None, name, shape, dtype)
 
     def take_part(self, name: str, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """`tensor[index]` of a tensor whose whole shape is `shape`. Each part may be taken once."""
-        self._claim(name, f"{name}[{index}]")
-        return self._load(name, index, shape, dtype)
+        return self._load(name, index, f"{name}[{index}]", shape, dtype)
 
     def unused(self) -> list[str]:
         """Tensors that nobody took, in the index' order. Scales go with their weights."""
@@ -116,26 +110,44 @@ class Checkpoint:
             digest.update(name.encode() + shard.header + _samples(shard))
         return digest.hexdigest()
 
-    def _claim(self, name: str, part: str) -> None:
+    def _check_scales(self, name: str) -> None:
+        """Of a tensor stored in fp8."""
+        if self._block is None:
+            self._block = block_size(self.model_dir / "config.json")
+        if name + SCALE not in self._files:
+            raise CheckpointError(
+                f"{self.path(name)}: tensor {name} is stored in fp8, but its scales {name + SCALE} are missing"
+            )
+        stored, scale = self._stored[name], self._stored[name + SCALE]
+        if len(stored.shape) < 2:
+            raise CheckpointError(f"{self.path(name)}: tensor {name} is stored in fp8, but is no matrix")
+        if scale.dtype not in _FLOATS:
+            raise CheckpointError(f"{self.path(name + SCALE)}: tensor {name + SCALE} is stored as {scale.dtype}")
+        if scale.shape != (wanted := scale_shape(stored.shape, self._block)):
+            raise CheckpointError(
+                f"{self.path(name + SCALE)}: tensor {name + SCALE} has shape {list(scale.shape)}, expected "
+                f"{list(wanted)} for blocks of {self._block[0]} x {self._block[1]}"
+            )
+
+    def _load(self, name: str, index: int | None, part: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if part in self._taken:
             raise CheckpointError(f"{self.path(name)}: tensor {part} would be loaded twice")
         self.require([name])
-        self._taken.update((part, name))
-
-    def _load(self, name: str, index: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         stored = self._stored[name]
         if stored.shape != shape:
             raise CheckpointError(
                 f"{self.path(name)}: tensor {name} has shape {list(stored.shape)}, expected {list(shape)}"
             )
-        if stored.dtype == FP8:
-            return self._dequantized(name, index, dtype)
+        if index is not None and not 0 <= index < shape[0]:
+            raise CheckpointError(f"{self.path(name)}: tensor {name} has {shape[0]} parts, wanted part {index}")
         exact = TORCH_DTYPES.get(stored.dtype) == dtype
-        if stored.dtype not in _FLOATS and not exact and not stored.dtype.startswith("GGUF"):
+        if stored.dtype not in (*_FLOATS, FP8) and not exact and not stored.dtype.startswith("GGUF"):
             raise CheckpointError(
                 f"{self.path(name)}: tensor {name} is stored as {stored.dtype}, which cannot be loaded as {dtype}"
             )
-        return self._copy(name, index, dtype)
+        tensor = self._copy(name, index, dtype) if stored.dtype != FP8 else self._dequantized(name, index, dtype)
+        self._taken.update((part, name))
+        return tensor
 
     def _copy(self, name: str, index: int | None, dtype: torch.dtype) -> Tensor:
         self._read_ahead()
@@ -145,18 +157,7 @@ class Checkpoint:
         return copy
 
     def _dequantized(self, name: str, index: int | None, dtype: torch.dtype) -> Tensor:
-        if self._block is None:
-            self._block = block_size(self.model_dir / "config.json")
-        stored, scale = self._stored[name], self._stored[name + SCALE]
-        if len(stored.shape) != (2 if index is None else 3):
-            raise CheckpointError(f"{self.path(name)}: tensor {name} is stored in fp8, but is no matrix")
-        if scale.dtype not in _FLOATS:
-            raise CheckpointError(f"{self.path(name + SCALE)}: scales {name + SCALE} are stored as {scale.dtype}")
-        if scale.shape != (wanted := scale_shape(stored.shape, self._block)):
-            raise CheckpointError(
-                f"{self.path(name + SCALE)}: tensor {name + SCALE} has shape {list(scale.shape)}, expected "
-                f"{list(wanted)} for blocks of {self._block[0]} x {self._block[1]}"
-            )
+        assert self._block is not None  # since `require`
         factors = self._copy(name + SCALE, index, torch.float32)
         self._read_ahead()
         with self._shards[self._files[name]].lend(name, index) as tensor:

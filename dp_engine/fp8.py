@@ -43,7 +43,10 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ..
 
 
 def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """weight [out, in] fp8 times its scales [ceil(out/rows), ceil(in/columns)], in fp32, rounded once to `dtype`."""
+    """weight [..., out, in] fp8 times its scales [..., ceil(out/rows), ceil(in/columns)], in fp32, rounded once to
+    `dtype`."""
+    if weight.dim() > 2:
+        return torch.stack([dequantize(*pair, block, dtype) for pair in zip(weight, scale, strict=True)])
     rows, columns = weight.shape
     result = torch.empty(rows, columns, dtype=dtype)
     wide = scale.float().repeat_interleave(block[1], 1)[:, :columns]

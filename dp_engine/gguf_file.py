@@ -88,8 +88,7 @@ class _Cursor:
         self.at = 0
 
     def number(self, kind: str) -> Any:
-        (value,) = struct.unpack_from(f"<{kind}", self._data, self.at)
-        self.at += struct.calcsize(f"<{kind}")
+        (value,) = struct.unpack(f"<{kind}", self._bytes(struct.calcsize(f"<{kind}")))
         return value
 
     def text(self) -> str:
