@@ -87,7 +87,7 @@ def test_rotary_order_is_undone() -> None:
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
 def test_weights_are_those_of_transformers(written: dict[str, Path], dense: LlamaForCausalLM, kind: str) -> None:
-    """Every tensor is used, under the right name. (What `from_pretrained(gguf_file=...)` calls, which wants accelerate.)"""
+    """Every tensor is used, under the right name. (`from_pretrained` itself wants accelerate for it.)"""
     directory = model_directory(written[kind], quiet)
     checkpoint = Checkpoint(directory)
     theirs = load_gguf_checkpoint(str(written[kind]), return_tensors=True, model_to_load=dense)
