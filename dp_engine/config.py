@@ -46,6 +46,9 @@ class EngineConfig(BaseModel):
         "both", description="What the engine does of a request. prefill and decode need a KV transfer between engines."
     )
     overlap: bool = Field(False, description="Schedule a step while the one before it is being computed.")
+    batch_invariant: bool = Field(
+        False, description="Compute a request's logits in a way that no other request and no rank changes; slower."
+    )
 
     # ---- memory
     block_size: int = Field(16, ge=1, description="Tokens per KV block.")

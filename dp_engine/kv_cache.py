@@ -1,5 +1,7 @@
 """The memory of a rank's KV blocks."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,8 +12,7 @@ from dp_engine.model_config import ModelConfig, ModelConfigError
 
 def block_bytes(config: ModelConfig, engine: EngineConfig) -> int:
     """Bytes of one block over all layers."""
-    elements = config.num_layers * engine.block_size * 2 * config.num_kv_heads * config.head_dim
-    return elements * config.dtype.itemsize
+    return config.num_layers * engine.block_size * math.prod(config.kv_shape) * config.dtype.itemsize
 
 
 def num_blocks_for(config: ModelConfig, engine: EngineConfig) -> int:
@@ -33,14 +34,14 @@ def num_blocks_for(config: ModelConfig, engine: EngineConfig) -> int:
 
 
 class KVCache:
-    """`layers[i]`: [num_blocks, block_size, 2, kv_heads, head_dim], keys then values.
+    """`layers[i]`: [num_blocks, block_size, *ModelConfig.kv_shape]: keys then values of every head, or one latent row.
 
     Zeros at first; later whatever was written, always finite, since attention masks stale entries by weight 0. Which
     block belongs to whom is the block pool's business.
     """
 
     def __init__(self, config: ModelConfig, engine: EngineConfig, num_blocks: int, device: torch.device):
-        shape = (num_blocks, engine.block_size, 2, config.num_kv_heads, config.head_dim)
+        shape = (num_blocks, engine.block_size, *config.kv_shape)
         self.layers: list[Tensor] = [
             torch.zeros(shape, dtype=config.dtype, device=device) for _ in range(config.num_layers)
         ]

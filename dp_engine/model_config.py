@@ -1,193 +1,168 @@
 """What a checkpoint's config.json says, read without transformers (whose import takes longer than our start)."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dp_engine.attention_config import (
+    GroupedQueries,
+    LatentAttention,
+    head_dim,
+    load_grouped_queries,
+    load_latent_attention,
+)
 from dp_engine.checkpoint import Checkpoint
 from dp_engine.config import EngineConfig
+from dp_engine.families import FAMILIES, TELLING, Family
+from dp_engine.json_file import JsonFile, ModelConfigError
+from dp_engine.layer_config import LayerConfig, Mixture, load_layers, load_mixture
+from dp_engine.rope_config import RopeConfig, load_rope
 
-SUPPORTED = ("mixtral",)
+__all__ = ["ModelConfig", "ModelConfigError"]
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-class ModelConfigError(ValueError):
-    """A model that cannot be run; the message is one line and names the file and the key."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and constants of a decoder as it is run here: the checkpoint's, with the engine's settings applied.
 
-    max_model_len: longest sequence in tokens. digest: of the checkpoint, equal on all ranks that see the same files.
+    dense_size: intermediate size of layers without experts. num_extra_layers: layers behind the last that guess further
+    tokens, which are not loaded. max_model_len: longest sequence in tokens. digest: of the checkpoint, equal on all
+    ranks that see the same files.
     """
 
     model_type: str
+    family: Family
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_experts: int
-    top_k: int
+    dense_size: int
+    layers: tuple[LayerConfig, ...]
+    attention: GroupedQueries | LatentAttention
+    mixture: Mixture | None
+    mlp_bias: bool
     rms_norm_eps: float
-    rope_theta: float
     tie_word_embeddings: bool
+    num_extra_layers: int
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     max_model_len: int
+    batch_invariant: bool
     digest: str
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(layer.sparse for layer in self.layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Of every MoE layer; 0 in a dense model."""
+        return self.mixture.num_experts if self.mixture else 0
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows that layers have."""
+        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+
+    @property
+    def kv_shape(self) -> tuple[int, ...]:
+        """What the cache of a layer holds of a token."""
+        return self.attention.kv_shape
 
     @classmethod
     def load(cls, model_dir: Path, engine: EngineConfig) -> "ModelConfig":
         """Read config.json, for the end-of-sequence ids generation_config.json, and for the digest the headers of the
         weights. Raises ModelConfigError, and CheckpointError for weights that are not whole."""
-        if not model_dir.is_dir():
-            raise ModelConfigError(f"model directory {model_dir} does not exist")
-        path = model_dir / "config.json"
-        if not path.is_file():
-            raise ModelConfigError(f"model directory {model_dir} has no config.json")
-        config = _Json(path)
-        model_type = config.values.get("model_type")
-        if model_type not in SUPPORTED:
-            raise config.error("model_type", f"{model_type!r} is not supported (supported: {', '.join(SUPPORTED)})")
-        activation = config.values.get("hidden_act", "silu")
-        if activation != "silu":
-            raise config.error("hidden_act", f"{activation!r} is not supported, only silu")
+        config, family = _open(model_dir)
+        latent = family.latent
+        rope = load_rope(config, config.integer("qk_rope_head_dim") if latent else head_dim(config), family)
+        max_model_len = _max_model_len(config, rope, engine)
+        layers = load_layers(config, family, rope, max_model_len)
         return cls(
-            model_type=model_type,
+            model_type=config.values["model_type"],
+            family=family,
             vocab_size=config.integer("vocab_size"),
-            intermediate_size=config.integer("intermediate_size"),
-            num_layers=config.integer("num_hidden_layers"),
-            **_heads(config),
-            **_experts(config),
+            hidden_size=config.integer("hidden_size"),
+            dense_size=0 if all(layer.sparse for layer in layers) else config.integer("intermediate_size"),
+            layers=layers,
+            attention=load_latent_attention(config, family, rope) if latent else load_grouped_queries(config, family),
+            mixture=load_mixture(config, family) if any(layer.sparse for layer in layers) else None,
+            mlp_bias=config.flag(family.mlp_bias),
             rms_norm_eps=config.number("rms_norm_eps"),
-            rope_theta=_rope_theta(config),
-            tie_word_embeddings=bool(config.values.get("tie_word_embeddings", False)),
+            tie_word_embeddings=config.flag("tie_word_embeddings"),
+            num_extra_layers=max(
+                config.integer(key, default=0, least=0) for key in ("num_nextn_predict_layers", "num_mtp_layers")
+            ),
             eos_token_ids=_eos_token_ids(config, model_dir / "generation_config.json"),
             dtype=_dtype(config, engine),
-            max_model_len=_max_model_len(config, engine),
+            max_model_len=max_model_len,
+            batch_invariant=engine.batch_invariant,
             digest=Checkpoint(model_dir).digest(),
         )
 
 
-class _Json:
-    """A JSON object from a file; every complaint names the file and the key."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            loaded = json.loads(path.read_bytes())
-        except OSError as error:
-            raise ModelConfigError(f"cannot read {path}: {error.strerror or error}") from None
-        except ValueError as error:
-            raise ModelConfigError(f"{path} is not JSON: {error}") from None
-        if not isinstance(loaded, dict):
-            raise ModelConfigError(f"{path} must hold a JSON object, not {type(loaded).__name__}")
-        self.values: dict[str, Any] = loaded
-
-    def error(self, key: str, problem: str) -> ModelConfigError:
-        return ModelConfigError(f"{self.path}: {key} {problem}")
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.error(key, "is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(key, f"must be a positive integer, not {value!r}")
-        return value
-
-    def number(self, key: str) -> float:
-        value = self.values.get(key)
-        if value is None:
-            raise self.error(key, "is missing")
-        return self.positive(key, value)
-
-    def positive(self, key: str, value: Any) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise self.error(key, f"must be a positive number, not {value!r}")
-        return float(value)
-
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        value = self.values.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-            raise self.error(key, f"must be a token id or a list of them, not {value!r}")
-        return tuple(ids)
+def _open(model_dir: Path) -> tuple[JsonFile, Family]:
+    """config.json and its family; everything in it that we would get wrong is refused here."""
+    if not model_dir.is_dir():
+        raise ModelConfigError(f"model directory {model_dir} does not exist")
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise ModelConfigError(f"model directory {model_dir} has no config.json")
+    config = JsonFile(path)
+    model_type = config.values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise config.error("model_type", f"{model_type!r} is not supported (supported: {', '.join(FAMILIES)})")
+    family = FAMILIES[model_type]
+    config.defaults = family.defaults
+    activation = config.values.get("hidden_act", "silu")
+    if activation != "silu":
+        raise config.error("hidden_act", f"{activation!r} is not supported, only silu")
+    for key in TELLING:
+        if config.values.get(key) and key not in family.understood():
+            raise config.error(key, f"is not supported for {model_type}")
+    for key, values in family.only.items():
+        if (value := config.get(key)) not in values:
+            supported = ", ".join(str(value) for value in values if value is not None)
+            raise config.error(key, f"{value!r} is not supported for {model_type} (supported: {supported})")
+    _check_quantization(config, family)
+    return config, family
 
 
-def _heads(config: _Json) -> dict[str, int]:
-    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
-    kv_heads = config.integer("num_key_value_heads", default=heads)
-    if heads % kv_heads:
-        raise config.error("num_attention_heads", f"{heads} is no multiple of num_key_value_heads {kv_heads}")
-    if config.values.get("head_dim") is None and hidden % heads:
-        raise config.error("head_dim", f"is missing and hidden_size {hidden} is no multiple of {heads} attention heads")
-    head_dim = config.integer("head_dim", default=hidden // heads)
-    if head_dim % 2:
-        raise config.error("head_dim", f"{head_dim} is odd, so positions cannot be rotated into it")
-    return {"hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+def _check_quantization(config: JsonFile, family: Family) -> None:
+    """What can be dequantised while loading passes."""
+    section = config.get("quantization_config")
+    if section is None:
+        return
+    method = section.get("quant_method") if isinstance(section, dict) else section
+    if method != family.quantization:
+        supported = f"which is not supported for {config.get('model_type')} (supported: {family.quantization})"
+        raise config.error("quantization_config", f"has quant_method {method!r}, {supported}")
+    if method == "fp8" and not section.get("weight_block_size"):
+        raise config.error("quantization_config", "has no weight_block_size; fp8 is supported in blocks only")
 
 
-def _experts(config: _Json) -> dict[str, int]:
-    experts = config.integer("num_experts" if "num_experts" in config.values else "num_local_experts")
-    top_k = config.integer("num_experts_per_tok")
-    if top_k > experts:
-        raise config.error("num_experts_per_tok", f"{top_k} exceeds the {experts} experts")
-    return {"num_experts": experts, "top_k": top_k}
-
-
-def _dtype(config: _Json, engine: EngineConfig) -> torch.dtype:
-    named = config.values.get("dtype") or config.values.get("torch_dtype") or "float32"
+def _dtype(config: JsonFile, engine: EngineConfig) -> torch.dtype:
+    named: Any = config.get("dtype") or config.get("torch_dtype") or "float32"
     if engine.dtype == "auto" and named not in DTYPES:
         raise config.error("dtype", f"{named} is not supported; set engine.dtype to bfloat16 or float32")
     return DTYPES[named if engine.dtype == "auto" else engine.dtype]
 
 
-def _max_model_len(config: _Json, engine: EngineConfig) -> int:
-    longest = config.integer("max_position_embeddings")
-    length = engine.max_model_len or longest
-    if length > longest:
-        raise config.error("max_position_embeddings", f"{longest} is less than engine.max_model_len {length}")
-    if config.values.get("sliding_window") is not None:
-        window = config.integer("sliding_window")
-        if window < length:
-            problem = f"{window} is shorter than sequences may be, which is not supported"
-            raise config.error("sliding_window", f"{problem}; set engine.max_model_len to at most {window}")
+def _max_model_len(config: JsonFile, rope: RopeConfig, engine: EngineConfig) -> int:
+    trained = config.integer("max_position_embeddings")
+    length = engine.max_model_len or trained
+    if length > rope.longest:
+        raise config.error("max_position_embeddings", f"{rope.longest} is less than engine.max_model_len {length}")
     return length
 
 
-def _rope_theta(config: _Json) -> float:
-    """theta from `rope_parameters` (transformers 5) or `rope_theta` (older). Never guessed; other types are refused."""
-    older = config.values.get("rope_theta")
-    for key in ("rope_parameters", "rope_scaling"):
-        section = config.values.get(key)
-        if section is None:
-            continue
-        if not isinstance(section, dict):
-            raise config.error(key, f"must be an object, not {section!r}")
-        kind = section.get("rope_type", section.get("type", "default"))
-        if kind != "default":
-            raise config.error(key, f"has rope type {kind!r}, which is not supported (supported: default)")
-        if section.get("partial_rotary_factor", 1) != 1:
-            raise config.error(key, "has a partial_rotary_factor, which is not supported")
-        newer = section.get("rope_theta")
-        if newer is not None and older is not None and newer != older:
-            raise config.error(key, f"names rope_theta {newer} but rope_theta itself is {older}")
-        older = older if newer is None else newer
-    if older is None:
-        raise config.error("rope_theta", "is missing (neither rope_parameters nor rope_theta names it)")
-    return config.positive("rope_theta", older)
-
-
-def _eos_token_ids(config: _Json, generation: Path) -> tuple[int, ...]:
+def _eos_token_ids(config: JsonFile, generation: Path) -> tuple[int, ...]:
     """generation_config.json decides if it names any, as in transformers."""
-    named = _Json(generation).token_ids("eos_token_id") if generation.is_file() else ()
+    named = JsonFile(generation).token_ids("eos_token_id") if generation.is_file() else ()
     return named or config.token_ids("eos_token_id")

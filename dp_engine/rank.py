@@ -136,7 +136,8 @@ def _join(
         store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device, host=spec.host,
         secret=spec.keys.client_secret.encode(), timeout_s=spec.vote.control_timeout_s,
     )  # fmt: skip
-    placements = Placements.contiguous(config.num_layers, config.num_experts, spec.world_size)
+    mixtures = config.num_moe_layers
+    placements = Placements.contiguous(mixtures, config.num_experts, spec.world_size) if mixtures else Placements(())
     dispatcher = make_dispatcher(
         spec.experts.backend, placements, spec.rank, spec.world_size, groups.data, device, recorder.data
     )

@@ -13,7 +13,7 @@ from dp_engine.config import EngineConfig
 from dp_engine.kv_cache import KVCache, num_blocks_for
 from dp_engine.logprobs import token_logprobs
 from dp_engine.model_config import ModelConfig, ModelConfigError
-from dp_engine.models.mixtral import Mixtral, Step
+from dp_engine.models.decoder import Decoder, Step
 from dp_engine.sampler import constrain, per_output, sample
 from ep.dispatch import Dispatcher
 from kernels.attention import plan_attention
@@ -25,7 +25,7 @@ WARM_UP_TOKENS = (1, 16)
 class ModelRunner:
     """Owns the model and its KV cache. What the blocks mean is the scheduler's business."""
 
-    def __init__(self, config: ModelConfig, model: Mixtral, cache: KVCache, device: torch.device):
+    def __init__(self, config: ModelConfig, model: Decoder, cache: KVCache, device: torch.device):
         self.model_config = config
         self._model = model
         self._cache = cache
@@ -54,16 +54,16 @@ class ModelRunner:
                 "engine.clip_drafts is off: drafts would run past the model's last position; it is for replays only"
             )
         placed = [layer.num_logical for layer in dispatcher.placements.layers]
-        if placed != [config.num_experts] * config.num_layers:
+        if placed != [config.num_experts] * config.num_moe_layers:
             raise ValueError(
-                f"the model has {config.num_experts} experts in {config.num_layers} layers, the dispatcher {placed}"
+                f"the model has {config.num_experts} experts in {config.num_moe_layers} layers, the dispatcher {placed}"
             )
         if dispatcher.device != device:
             raise ValueError(f"the model is to run on {device}, its dispatcher on {dispatcher.device}")
         with torch.inference_mode():
             checkpoint = Checkpoint(model_dir, on_bytes)
             checkpoint.expect(dispatcher.placements, dispatcher.rank)
-            model = Mixtral(config, checkpoint, dispatcher, progress)
+            model = Decoder(config, checkpoint, dispatcher, progress)
             cache = KVCache(config, engine, num_blocks_for(config, engine), device)
         return cls(config, model, cache, device)
 
@@ -103,14 +103,19 @@ class ModelRunner:
         self._cache.clear_null_block()
 
     def _step(self, batch: Batch) -> Step:
-        attention = plan_attention(
-            batch.seqlens_q,
-            batch.seqlens_k,
-            batch.block_tables,
-            self._cache.block_size,
-            self.model_config.dtype,
-            self._device,
-        )
+        attention = {
+            window: plan_attention(
+                batch.seqlens_q,
+                batch.seqlens_k,
+                batch.block_tables,
+                self._cache.block_size,
+                self.model_config.dtype,
+                self._device,
+                window,
+                self.model_config.batch_invariant,
+            )
+            for window in self.model_config.windows
+        }
         return Step(
             input_ids=self._tensor(batch.input_ids),
             positions=self._tensor(batch.positions),

@@ -21,17 +21,6 @@ typedef uint16_t bf16;
 /* 0 if this process may use AMX tiles. */
 int phalanx_amx_init(void) { return (int)syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18); }
 
-void phalanx_amx_pack(const bf16 *w, long n, long k, bf16 *out) {
-    for (long strip = 0; strip < n; strip += 32)
-        for (long kb = 0; kb < k; kb += 32)
-            for (long half = 0; half < 32; half += 16)
-                for (long r = 0; r < 16; r++)
-                    for (long c = 0; c < 16; c++) {
-                        memcpy(out, w + (strip + half + c) * k + kb + 2 * r, 2 * sizeof(bf16));
-                        out += 2;
-                    }
-}
-
 struct tile_config {
     uint8_t palette, start_row, reserved[14];
     uint16_t colsb[16];
@@ -87,8 +76,9 @@ static inline __m512 exp16(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-/* y [m, n] = x [m, k] @ w.T, plus `add` [m, n] unless it is null. Rows of x lie ldx elements apart. */
-void phalanx_amx_linear(const bf16 *x, long m, long ldx, const char *w, long n, long k, const bf16 *add, bf16 *y) {
+/* y [m, n] = x [m, k] @ w.T, plus `bias` [n] and `add` [m, n] unless they are null. Rows of x lie ldx elements apart. */
+void phalanx_amx_linear(const bf16 *x, long m, long ldx, const char *w, long n, long k, const bf16 *bias,
+                        const bf16 *add, bf16 *y) {
     float sums[512] __attribute__((aligned(64)));
     int configured = 0;
     for (long strip = 0; strip < n; strip += 32, w += 64 * k)
@@ -100,6 +90,7 @@ void phalanx_amx_linear(const bf16 *x, long m, long ldx, const char *w, long n, 
                 for (int half = 0; half < 2; half++) {
                     long at = (row + r) * n + strip + 16 * half;
                     __m512 v = _mm512_load_ps(sums + 256 * half + 16 * r);
+                    if (bias) v = _mm512_add_ps(v, load16(bias + strip + 16 * half));
                     if (add) v = _mm512_add_ps(v, load16(add + at));
                     store16(y + at, v);
                 }
@@ -107,8 +98,30 @@ void phalanx_amx_linear(const bf16 *x, long m, long ldx, const char *w, long n, 
     _tile_release();
 }
 
-/* y [m, n] = silu(x @ gate.T) * (x @ up.T); w holds 16 outputs of gate and the same 16 of up in each strip. */
-static void gated(const bf16 *x, long m, const char *w, long n, long k, bf16 *y) {
+static inline __m512 sigmoid16(__m512 x) {
+    __m512 one = _mm512_set1_ps(1.0f);
+    return _mm512_div_ps(one, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
+/* silu(gate) * up */
+static inline __m512 silu16(__m512 gate, __m512 up) {
+    __m512 one = _mm512_set1_ps(1.0f);
+    __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
+    return _mm512_mul_ps(silu, up);
+}
+
+/* gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up in [-7, 7] */
+static inline __m512 swiglu_oai16(__m512 gate, __m512 up) {
+    __m512 limit = _mm512_set1_ps(7.0f);
+    gate = _mm512_min_ps(gate, limit);
+    up = _mm512_max_ps(_mm512_min_ps(up, limit), _mm512_set1_ps(-7.0f));
+    __m512 open = _mm512_mul_ps(gate, sigmoid16(_mm512_mul_ps(gate, _mm512_set1_ps(1.702f))));
+    return _mm512_mul_ps(open, _mm512_add_ps(up, _mm512_set1_ps(1.0f)));
+}
+
+/* y [m, n] = act(x @ gate.T, x @ up.T); w holds 16 outputs of gate and the same 16 of up in each strip, and so does
+ * `bias` [2 n] unless it is null. */
+static void gated(const bf16 *x, long m, const char *w, const bf16 *bias, long n, long k, int clamped, bf16 *y) {
     float sums[512] __attribute__((aligned(64)));
     int configured = 0;
     for (long at = 0; at < n; at += 16, w += 64 * k)
@@ -118,21 +131,24 @@ static void gated(const bf16 *x, long m, const char *w, long n, long k, bf16 *y)
             strip_product(x + row * k, k, w, k, sums);
             for (int r = 0; r < rows; r++) {
                 __m512 gate = _mm512_load_ps(sums + 16 * r), up = _mm512_load_ps(sums + 256 + 16 * r);
-                __m512 one = _mm512_set1_ps(1.0f);
-                __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
-                store16(y + (row + r) * n + at, _mm512_mul_ps(silu, up));
+                if (bias) {
+                    gate = _mm512_add_ps(gate, load16(bias + 2 * at));
+                    up = _mm512_add_ps(up, load16(bias + 2 * at + 16));
+                }
+                store16(y + (row + r) * n + at, clamped ? swiglu_oai16(gate, up) : silu16(gate, up));
             }
         }
     _tile_release();
 }
 
-/* Gated networks over rows [sum(counts), hidden] grouped by expert; scratch [max(counts), inner]. */
+/* Gated networks over rows [sum(counts), hidden] grouped by expert; scratch [max(counts), inner]. A bias may be null. */
 void phalanx_amx_experts(const bf16 *rows, const long *counts, long experts, const char *const *gate_up,
-                         const char *const *down, long hidden, long inner, bf16 *scratch, bf16 *out) {
+                         const char *const *down, const bf16 *const *gate_up_bias, const bf16 *const *down_bias,
+                         long hidden, long inner, int clamped, bf16 *scratch, bf16 *out) {
     for (long e = 0; e < experts; e++) {
         if (!counts[e]) continue;
-        gated(rows, counts[e], gate_up[e], inner, hidden, scratch);
-        phalanx_amx_linear(scratch, counts[e], inner, down[e], hidden, inner, 0, out);
+        gated(rows, counts[e], gate_up[e], gate_up_bias[e], inner, hidden, clamped, scratch);
+        phalanx_amx_linear(scratch, counts[e], inner, down[e], hidden, inner, down_bias[e], 0, out);
         rows += counts[e] * hidden;
         out += counts[e] * hidden;
     }

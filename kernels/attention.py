@@ -6,6 +6,9 @@
 
 A plan is made once per step and reused by every layer. It puts sequences of like lengths into groups, each one batched
 operation, so that neither a Python loop over sequences nor one long sequence's padding is paid in every layer.
+
+With a sliding window the query at position p sees keys p - window + 1 to p. Only blocks that hold such keys are read,
+and prompts longer than the window are cut into pieces, so that the work grows with the window, not with the prompt.
 """
 
 from collections.abc import Sequence
@@ -16,8 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.tiled_attention import Tiles, make_tiles, tiled_attention
+
 # A group of its own costs about as much as this many padded (query, key) pairs of all heads.
 FREE_PADDING = 2048
+
+# Queries of one piece of a prompt that is longer than its window: at least these, so that operations stay large.
+MIN_PIECE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +46,12 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Groups of a step, and where each of the T rows lies in their joined padded outputs (None: as it is)."""
+    """Groups of a step, and where each of the T rows lies in their joined padded outputs (None: as it is). A batch
+    invariant plan has tiles instead."""
 
     groups: tuple[AttentionGroup, ...]
     output_rows: Tensor | None
+    tiles: Tiles | None = None
 
 
 def group_by_length(lengths_q: Sequence[int], lengths_k: Sequence[int], free: int = FREE_PADDING) -> list[list[int]]:
@@ -78,10 +88,21 @@ def group_decodes(lengths_k: np.ndarray, free: int = FREE_PADDING) -> list[slice
 class _Planner:
     """Collects groups and the place of each row in their joined outputs."""
 
-    def __init__(self, seqlens_q: np.ndarray, seqlens_k: np.ndarray, tables: np.ndarray, block_size: int):
+    def __init__(
+        self,
+        seqlens_q: np.ndarray,
+        seqlens_k: np.ndarray,
+        tables: np.ndarray,
+        block_size: int,
+        window: int | None,
+    ):
         self.seqlens_q, self.seqlens_k = seqlens_q.astype(np.int64), seqlens_k.astype(np.int64)
-        self.tables, self.block_size = tables, block_size
+        self.tables, self.block_size, self.window = tables, block_size, window
         self.starts = np.cumsum(self.seqlens_q) - self.seqlens_q
+        self.first_block = np.zeros_like(self.seqlens_k)
+        if window is not None:
+            self.first_block = np.maximum(self.seqlens_k - self.seqlens_q - window + 1, 0) // block_size
+        self.reach = self.seqlens_k - self.first_block * block_size  # keys to read
         self.num_rows = int(self.seqlens_q.sum())
         self.output_rows = np.zeros(self.num_rows, np.int64)
         self.num_outputs = 0
@@ -89,7 +110,7 @@ class _Planner:
 
     def add(self, members: np.ndarray, cached: bool, device: torch.device, dtype: torch.dtype) -> None:
         """One group of the sequences `members`; `cached`: read keys from blocks instead of from this step's rows."""
-        lens_q, lens_k = self.seqlens_q[members], self.seqlens_k[members]
+        lens_q = self.seqlens_q[members]
         size, max_q = len(members), int(lens_q.max())
         offsets = np.arange(max_q)
         real = offsets < lens_q[:, None]
@@ -99,10 +120,9 @@ class _Planner:
         everything = real.all() and np.array_equal(rows.ravel(), np.arange(self.num_rows))
         blocks = mask = None
         if cached:
-            width = -(-int(lens_k.max()) // self.block_size)
-            blocks = torch.from_numpy(self.tables[members, :width].astype(np.int64).ravel()).to(device)
-            last_key = (lens_k - lens_q)[:, None] + offsets  # the key at the query's own position
-            hidden = np.arange(width * self.block_size) > last_key[:, :, None]
+            width = -(-int(self.reach[members].max()) // self.block_size)
+            blocks = torch.from_numpy(self._blocks(members, width).ravel()).to(device)
+            hidden = self._hidden(members, offsets, width)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
             mask = mask.unsqueeze(1).to(device)
         query_rows = None if everything else torch.from_numpy(rows.ravel()).to(device)
@@ -113,6 +133,37 @@ class _Planner:
         rows = None if in_order else torch.from_numpy(self.output_rows).to(device)
         return AttentionPlan(tuple(self.groups), rows)
 
+    def _blocks(self, members: np.ndarray, width: int) -> np.ndarray:
+        """The `width` blocks from each member's first on, int64 [G, width]; the null block behind the table's end."""
+        if self.window is None:
+            return self.tables[members, :width].astype(np.int64)
+        at = self.first_block[members][:, None] + np.arange(width)
+        inside = at < self.tables.shape[1]
+        return np.where(inside, self.tables[members[:, None], np.where(inside, at, 0)], 0).astype(np.int64)
+
+    def _hidden(self, members: np.ndarray, offsets: np.ndarray, width: int) -> np.ndarray:
+        """Which of the keys in these blocks each query may not see, [G, Lq, width * block_size]."""
+        context = self.seqlens_k[members] - self.seqlens_q[members] - self.first_block[members] * self.block_size
+        own = (context[:, None] + offsets)[:, :, None]  # the key at the query's own position
+        keys = np.arange(width * self.block_size)
+        if self.window is None:
+            return keys > own
+        return (keys > own) | (keys <= own - self.window)
+
+
+def _cut(
+    seqlens_q: np.ndarray, seqlens_k: np.ndarray, tables: np.ndarray, piece: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same rows as sequences of at most `piece` queries."""
+    pieces = -(-seqlens_q // piece)
+    if not (pieces > 1).any():
+        return seqlens_q, seqlens_k, tables
+    source = np.repeat(np.arange(len(pieces)), pieces)
+    number = np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    lens_q = np.minimum(seqlens_q[source] - number * piece, piece)
+    lens_k = (seqlens_k - seqlens_q)[source] + number * piece + lens_q
+    return lens_q, lens_k, tables[source]
+
 
 def plan_attention(
     seqlens_q: np.ndarray,
@@ -121,21 +172,33 @@ def plan_attention(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    window: int | None = None,
+    invariant: bool = False,
 ) -> AttentionPlan:
-    """Group B sequences. seqlens_q, seqlens_k: int [B], 1 <= q <= k; block_tables: int [B, >= longest in blocks]."""
-    planner = _Planner(seqlens_q, seqlens_k, block_tables, block_size)
-    decodes = np.flatnonzero((seqlens_q == 1) & (seqlens_k > 1))
-    whole = np.flatnonzero(seqlens_q == seqlens_k)
-    chunks = np.flatnonzero((seqlens_q != 1) & (seqlens_q != seqlens_k))
-    order = np.argsort(-seqlens_k[decodes], kind="stable")
-    runs = group_decodes(seqlens_k[decodes][order])
+    """Group B sequences. seqlens_q, seqlens_k: int [B], 1 <= q <= k; block_tables: int [B, >= longest in blocks].
+
+    window: how many keys a query sees at most, its own included (at least 1); None for all before it.
+    invariant: each query's result has the same bits whatever the others are and however its prompt is cut.
+    """
+    if invariant:
+        tiles = make_tiles(seqlens_q, seqlens_k, block_tables, block_size, device, window)
+        return AttentionPlan((), None, tiles)
+    if window is not None:
+        seqlens_q, seqlens_k, block_tables = _cut(seqlens_q, seqlens_k, block_tables, max(window, MIN_PIECE))
+    planner = _Planner(seqlens_q, seqlens_k, block_tables, block_size, window)
+    own_rows = (seqlens_q == seqlens_k) & (True if window is None else seqlens_k <= window)
+    decodes = np.flatnonzero((seqlens_q == 1) & ~own_rows)
+    whole = np.flatnonzero(own_rows)
+    chunks = np.flatnonzero((seqlens_q != 1) & ~own_rows)
+    order = np.argsort(-planner.reach[decodes], kind="stable")
+    runs = group_decodes(planner.reach[decodes][order])
     for run in runs:
         members = decodes if len(runs) == 1 else decodes[order[run]]
         planner.add(members, True, device, dtype)
     for kind, cached in ((whole, False), (chunks, True)):
         if len(kind):
-            kind = kind[np.lexsort((-seqlens_k[kind], -seqlens_q[kind]))]
-            lens_q, lens_k = seqlens_q[kind].tolist(), seqlens_k[kind].tolist()
+            kind = kind[np.lexsort((-planner.reach[kind], -seqlens_q[kind]))]
+            lens_q, lens_k = seqlens_q[kind].tolist(), planner.reach[kind].tolist()
             for members_at in group_by_length(lens_q, lens_k):
                 planner.add(np.sort(kind[members_at]), cached, device, dtype)
     return planner.plan(device)
@@ -146,14 +209,32 @@ def write_kv(cache: Tensor, slots: Tensor, kv: Tensor) -> None:
     cache.view(-1, kv.shape[1]).index_copy_(0, slots, kv)
 
 
-def paged_attention(qkv: Tensor, cache: Tensor, plan: AttentionPlan, num_heads: int) -> Tensor:
+def paged_attention(
+    qkv: Tensor,
+    cache: Tensor,
+    plan: AttentionPlan,
+    num_heads: int,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of T rows, whose own keys and values are already written to the cache.
 
     qkv: [T, num_heads + 2 * kv_heads, head_dim], positions applied. Returns [T, num_heads * head_dim].
-    Query head h reads key head h // (num_heads / kv_heads); scores are scaled by head_dim ** -0.5.
+    Query head h reads key head h // (num_heads / kv_heads). scale: of the scores, head_dim ** -0.5 unless given.
+    sinks: [num_heads], for each head the score of one more key whose value is zero.
     """
     heads, head_dim = qkv.shape[1:]
     kv_heads = (heads - num_heads) // 2
+    if plan.tiles is not None and len(qkv):
+        queries = qkv[:, :num_heads].unflatten(1, (kv_heads, -1))
+        size = (-1, plan.tiles.keys_per_tile, *cache.shape[2:])
+
+        def load(blocks: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = cache.index_select(0, blocks).view(size).permute(2, 0, 3, 1, 4).float().unbind(0)
+            return keys, values
+
+        out = tiled_attention(queries, load, plan.tiles, head_dim, scale or head_dim**-0.5, sinks)
+        return out.flatten(1).to(qkv.dtype)
     outputs = []
     for group in plan.groups:
         rows = qkv if group.query_rows is None else qkv.index_select(0, group.query_rows)
@@ -163,16 +244,53 @@ def paged_attention(qkv: Tensor, cache: Tensor, plan: AttentionPlan, num_heads: 
         else:
             kv = cache.index_select(0, group.blocks).view(group.size, -1, 2, kv_heads, head_dim)
         keys, values = kv.permute(2, 0, 3, 1, 4).unbind(0)
-        out = F.scaled_dot_product_attention(
-            rows[:, :, :num_heads].transpose(1, 2),
-            keys,
-            values,
-            attn_mask=group.mask,
-            is_causal=group.mask is None,
-            enable_gqa=True,
-        )
+        out = attend(rows[:, :, :num_heads].transpose(1, 2), keys, values, group.mask, scale, sinks)
         outputs.append(out.transpose(1, 2).reshape(group.size * group.max_q, num_heads * head_dim))
+    return join(outputs, plan, qkv.new_empty(0, num_heads * head_dim))
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """queries [G, heads, Lq, D], keys and values [G, kv_heads, Lk, D] -> [G, heads, Lq, D].
+
+    mask: additive, broadcast to [G, heads, Lq, Lk]; None: causal with Lq == Lk. sinks as in `paged_attention`.
+    """
+    if sinks is None:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+    if queries.device.type == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
+        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        share = torch.sigmoid(logsumexp - sinks.float().view(-1, 1)).unsqueeze(-1)  # of all but the sink
+        return (out * share).to(out.dtype)
+    return attend_with_sinks(queries, keys, values, mask, scale, sinks)
+
+
+def attend_with_sinks(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor
+) -> Tensor:
+    """`attend` written out, for devices whose fused attention does not tell the denominator."""
+    repeats = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+    scores = (queries @ keys.transpose(2, 3)).float() * (queries.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None:
+        mask = scores.new_full(scores.shape[2:], -torch.inf).triu_(1)
+    sink = sinks.float().view(-1, 1, 1).expand(len(scores), -1, scores.shape[2], 1)
+    shares = torch.softmax(torch.cat((scores + mask, sink), dim=-1), dim=-1)[..., :-1]
+    return shares.to(values.dtype) @ values
+
+
+def join(outputs: list[Tensor], plan: AttentionPlan, nothing: Tensor) -> Tensor:
+    """The groups' padded outputs, rows first, as rows of the batch."""
     if not outputs:
-        return qkv.new_empty(0, num_heads * head_dim)
+        return nothing
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined if plan.output_rows is None else joined.index_select(0, plan.output_rows)

@@ -1,5 +1,6 @@
-"""Linear layers without bias, with the weight laid out once for the machine that runs it."""
+"""Linear layers, with the weight laid out once for the machine that runs it."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
 
@@ -7,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import amx
+from kernels import amx, invariance
+from kernels.invariance import FixedRows
 
 
 @cache
@@ -44,15 +46,16 @@ def bucket(rows: int) -> int:
 
 
 class PackedLinear:
-    """`x @ weight.T` with a fixed weight [out, in], alone or with what follows it.
+    """`x @ weight.T + bias` with a fixed weight [out, in] and bias [out] or none, alone or with what follows it.
 
     On a CPU in bf16 the weight is kept only in oneDNN's own layout, which reads memory up to twice as fast at few rows,
     and what follows is computed in fp32 before the only rounding; otherwise weight and roundings are as in `F.linear`.
     x is [N, in] with any N, 0 included. The object owns its weight; the caller drops the one passed in.
     """
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
         self.out_features, self.in_features = weight.shape
+        self.bias = bias
         self.packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and packing_works()
         if self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -61,19 +64,23 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, out]"""
-        return self._unary(x, "none") if self.packed else F.linear(x, self.weight)
+        return self._unary(x, "none") if self.packed else F.linear(x, self.weight, self.bias)
 
     def silu(self, x: Tensor) -> Tensor:
         """silu of it, [N, out]"""
-        return self._unary(x, "swish") if self.packed else F.silu(F.linear(x, self.weight))
+        return self._unary(x, "swish") if self.packed else F.silu(F.linear(x, self.weight, self.bias))
 
     def add(self, x: Tensor, other: Tensor) -> Tensor:
         """Plus `other` [N, out]."""
-        return self._binary(x, other, "add") if self.packed else F.linear(x, self.weight).add_(other)
+        return self._binary(x, other, "add") if self.packed else F.linear(x, self.weight, self.bias).add_(other)
 
     def mul(self, x: Tensor, other: Tensor) -> Tensor:
         """Times `other` [N, out], element by element."""
-        return self._binary(x, other, "mul") if self.packed else F.linear(x, self.weight).mul_(other)
+        return self._binary(x, other, "mul") if self.packed else F.linear(x, self.weight, self.bias).mul_(other)
+
+    def plain(self) -> Tensor:
+        """The weight as it was given, bit for bit; not a copy where it is kept so."""
+        return self.weight.to_dense() if self.packed else self.weight
 
     def pad(self, x: Tensor) -> Tensor:
         """x with rows of zeros up to its bucket, where this matters: for several products of the same rows."""
@@ -84,20 +91,79 @@ class PackedLinear:
         rows = len(x)
         if not rows:
             return x.new_empty(0, self.out_features)
-        out = torch.ops.mkldnn._linear_pointwise.default(self.pad(x), self.weight, None, name, [], "")
+        out = torch.ops.mkldnn._linear_pointwise.default(self.pad(x), self.weight, self.bias, name, [], "")
         return out if len(out) == rows else out[:rows]
 
     def _binary(self, x: Tensor, other: Tensor, name: str) -> Tensor:
         rows = len(x)
         if not rows:
             return x.new_empty(0, self.out_features)
-        out = torch.ops.mkldnn._linear_pointwise.binary(self.pad(x), self.pad(other), self.weight, None, name)
+        out = torch.ops.mkldnn._linear_pointwise.binary(self.pad(x), self.pad(other), self.weight, self.bias, name)
         return out if len(out) == rows else out[:rows]
 
 
-Linear: TypeAlias = "amx.AmxLinear | PackedLinear"
+class InvariantLinear:
+    """A PackedLinear whose rows have the same bits whatever rows are computed with them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        self._linear = PackedLinear(weight, bias)
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self._key = (self.out_features, self.in_features, weight.dtype, weight.device, bias is not None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, out]"""
+        return self._run("plain", self._linear, x)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """silu of it, [N, out]"""
+        return self._run("silu", self._linear.silu, x) if self._linear.packed else invariance.silu(self(x))
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        """Plus `other` [N, out]."""
+        return self._run("add", self._linear.add, x, other)
+
+    def mul(self, x: Tensor, other: Tensor) -> Tensor:
+        """Times `other` [N, out], element by element."""
+        return self._run("mul", self._linear.mul, x, other)
+
+    def plain(self) -> Tensor:
+        """The weight as it was given, bit for bit; not a copy where it is kept so."""
+        return self._linear.plain()
+
+    def pad(self, x: Tensor) -> Tensor:
+        """x: every product pads for itself."""
+        return x
+
+    def _run(self, kind: str, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        if not len(inputs[0]):
+            return inputs[0].new_empty(0, self.out_features)
+        return _proved(kind, *self._key, torch.get_num_threads())(function, *inputs)
 
 
-def make_linear(weight: Tensor) -> Linear:
-    """The fastest layer for this weight [out, in] here: AMX tiles, oneDNN, or plain `F.linear`."""
-    return amx.AmxLinear(weight) if amx.usable(weight) else PackedLinear(weight)
+@cache
+def _proved(
+    kind: str, outer: int, inner: int, dtype: torch.dtype, device: torch.device, with_bias: bool, threads: int
+) -> FixedRows:
+    """Rows in which layers of this shape may compute; `threads` is only part of the key."""
+    x, weight = invariance.cancelling(inner, outer, dtype, device)
+    bias = weight[:, 0].clone() if with_bias else None
+    layer = PackedLinear(weight, bias)
+    functions: dict[str, Callable[..., Tensor]] = {"plain": layer, "silu": layer.silu, "add": layer.add}
+    other = torch.linspace(-1, 1, outer, dtype=dtype, device=device).expand(len(x), -1).contiguous()
+    inputs = (x, other) if kind in ("add", "mul") else (x,)
+    most = invariance.MOST_WORK // (outer * inner)
+    return invariance.prove(functions.get(kind, layer.mul), *inputs, most=most)
+
+
+Linear: TypeAlias = "amx.AmxLinear | PackedLinear | InvariantLinear"
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None, invariant: bool = False) -> Linear:
+    """The fastest layer for this weight [out, in] here: AMX tiles, oneDNN, or plain `F.linear`.
+
+    invariant: each row's result has the same bits whatever rows are computed with it. On AMX tiles that is always so.
+    """
+    if amx.usable(weight) and (bias is None or amx.usable(bias)):
+        return amx.AmxLinear(weight, bias)
+    return InvariantLinear(weight, bias) if invariant else PackedLinear(weight, bias)

@@ -79,9 +79,8 @@ def _declare(library: ctypes.CDLL) -> None:
     pointer, number = ctypes.c_void_p, ctypes.c_long
     library.phalanx_amx_init.restype = ctypes.c_int
     signatures = {
-        "pack": [pointer, number, number, pointer],
-        "linear": [pointer, number, number, pointer, number, number, pointer, pointer],
-        "experts": [pointer, pointer, number, pointer, pointer, number, number, pointer, pointer],
+        "linear": [pointer, number, number, pointer, number, number, pointer, pointer, pointer],
+        "experts": [pointer, pointer, number, *[pointer] * 4, number, number, ctypes.c_int, pointer, pointer],
     }
     for name, types in signatures.items():
         function = getattr(library, f"phalanx_amx_{name}")

@@ -12,8 +12,9 @@ from torch import Tensor
 from ep.alltoall import AllToAllDispatcher, tokens_travel_whole
 from ep.dispatch import CPU, CollectiveFailed, Dispatcher, make_dispatcher
 from ep.local import LocalDispatcher
-from ep.moe import MoELayer, route_softmax
+from ep.moe import MoELayer
 from ep.placement import ExpertPlacement, Placements
+from ep.routing import Router, Routing
 from kernels.experts import Expert, GroupedExperts
 from kernels.linear import PackedLinear
 from tests.multirank.gang import GangError, run_gang
@@ -56,13 +57,13 @@ class Case:
         weights = [torch.randn(self.num_experts, *s, generator=generator).to(self.dtype) / 4 for s in shapes]
         own = dispatcher.placements.layers[0].local_experts(dispatcher.rank)
         experts = [Expert(*(PackedLinear(part[expert]) for part in weights)) for expert in own]
-        return MoELayer(0, router, GroupedExperts(experts), TOP_K, dispatcher)
+        return MoELayer(0, Router(Routing(TOP_K, normalize=True), router), GroupedExperts(experts), dispatcher)
 
 
 def outputs_of(case: Case, dispatcher: Dispatcher, share: slice) -> tuple[Tensor, Tensor]:
     """Of this rank's tokens: what the experts make of them, routed as all tokens are, and the layer's output."""
     layer, x = case.layer(dispatcher), case.tokens()
-    weights, topk_ids = route_softmax(x, layer.router, TOP_K)
+    weights, topk_ids = layer.router(x)
     x, topk_ids, weights = x[share], topk_ids[share], weights[share]
     with torch.inference_mode():
         dispatcher.begin_step(len(x))

@@ -1,5 +1,10 @@
-"""The AMX kernels against torch, and what happens where they cannot be had."""
+"""The AMX kernels against torch, and what happens where they cannot be had.
 
+Without AMX the same C code runs on tiles emulated in C, if the CPU has the rest.
+"""
+
+import ctypes
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels import amx, native
+from kernels.expert_weights import Activation
 from kernels.experts import ExpertWeights, GroupedExperts, make_experts
-from kernels.linear import PackedLinear, make_linear
+from kernels.linear import InvariantLinear, PackedLinear, make_linear
 
 
 @pytest.fixture(autouse=True)
@@ -21,40 +28,119 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
+    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    compiler = shutil.which("cc")
+    if compiler is None or not {flag for flag in native.CPU_FLAGS if not flag.startswith("amx")} <= set(flags):
+        return None
+    target = tmp_path_factory.mktemp("amx") / "emulated.so"
+    include = Path(__file__).with_name("emulated_tiles.h")
+    command = [compiler, *native.COMPILER_FLAGS, "-include", str(include), "-o", str(target), str(native.SOURCE)]
+    subprocess.run(command, check=True)
+    library = ctypes.CDLL(str(target))
+    native._declare(library)
+    return library
+
+
+@pytest.fixture
+def tiles(emulated: ctypes.CDLL | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.amx() is None:
+        if emulated is None:
+            pytest.skip("no AMX and nothing to emulate it on")
+        monkeypatch.setattr(native, "amx", lambda: emulated)
+
+
 needs_amx = pytest.mark.skipif(native.amx() is None, reason="no AMX or no C compiler on this machine")
 
 
-@needs_amx
-@pytest.mark.parametrize("rows", [0, 1, 2, 15, 16, 17, 33, 200])
-@pytest.mark.parametrize(("n", "k"), [(32, 32), (96, 64), (960, 576)])
-def test_linear(rows: int, n: int, k: int) -> None:
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 33])
+@pytest.mark.parametrize(("n", "k"), [(32, 32), (96, 64), (64, 576)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear(rows: int, n: int, k: int, with_bias: bool) -> None:
     torch.manual_seed(rows)
     weight, wide = torch.randn(n, k).bfloat16(), torch.randn(rows, k + 8).bfloat16()
     x, other = wide[:, :k], torch.randn(rows, n).bfloat16()  # rows of x do not touch each other
-    layer = make_linear(weight)
+    bias = torch.randn(n).bfloat16() if with_bias else None
+    layer = make_linear(weight, bias)
     assert isinstance(layer, amx.AmxLinear)
-    exact = x.float() @ weight.float().T
+    assert torch.equal(layer.plain(), weight)
+    exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(layer(x), exact.bfloat16(), rtol=0.01, atol=0.02)
     torch.testing.assert_close(layer.add(x, other), (exact + other.float()).bfloat16(), rtol=0.01, atol=0.02)
+    if rows:
+        assert torch.equal(layer(x[-1:]), layer(x)[-1:]), "a row's bits are its own"
 
 
-@needs_amx
+def some_experts(count: int, biases: bool) -> list[ExpertWeights]:
+    shapes = ((96, 64), (96, 64), (64, 96), *(((96,), (96,), (64,)) if biases else ()))
+    return [ExpertWeights(*((torch.randn(shape) / 8).bfloat16() for shape in shapes)) for _ in range(count)]
+
+
+def by_hand(rows: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """In fp32, rounded where the kernel rounds."""
+    gate, up, down, *biases = (tensor.float() for tensor in weights.tensors())
+    gate_bias, up_bias, down_bias = biases or (None, None, None)
+    gated, opened = F.linear(rows.float(), gate, gate_bias), F.linear(rows.float(), up, up_bias)
+    if activation == "silu":
+        inner = F.silu(gated) * opened
+    else:
+        gated = gated.clamp(max=7)
+        inner = gated * torch.sigmoid(1.702 * gated) * (opened.clamp(-7, 7) + 1)
+    return F.linear(inner.bfloat16().float(), down, down_bias)
+
+
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("counts", [[0, 0, 0], [0, 5, 0], [1, 0, 2], [16, 17, 40]])
-def test_experts(counts: list[int]) -> None:
+@pytest.mark.parametrize(("activation", "biases"), [("silu", False), ("silu", True), ("swiglu_oai", True)])
+def test_experts(counts: list[int], activation: Activation, biases: bool) -> None:
     torch.manual_seed(sum(counts))
-    shapes = ((96, 64), (96, 64), (64, 96))
-    weights = [tuple((torch.randn(shape) / 8).bfloat16() for shape in shapes) for _ in counts]
-    rows = (3 * torch.randn(sum(counts), 64)).bfloat16()
-    experts = make_experts([ExpertWeights(*three) for three in weights])
+    weights, rows = some_experts(len(counts), biases), (5 * torch.randn(sum(counts), 64)).bfloat16()
+    experts = make_experts(weights, activation)
     assert isinstance(experts, amx.AmxExperts)
-    expected = []
-    for (gate, up, down), some in zip(weights, rows.split(counts), strict=True):
-        inner = (F.silu(some.float() @ gate.float().T) * (some.float() @ up.float().T)).bfloat16()
-        expected.append(inner.float() @ down.float().T)
-    torch.testing.assert_close(experts(rows, counts), torch.cat(expected).bfloat16(), rtol=0.02, atol=0.02)
+    pairs = zip(rows.split(counts), weights, strict=True)
+    expected = torch.cat([by_hand(some, expert, activation) for some, expert in pairs])
+    torch.testing.assert_close(experts(rows, counts), expected.bfloat16(), rtol=0.02, atol=0.1)
 
 
-@needs_amx
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("biases", [False, True])
+def test_experts_give_back_their_weights_and_move(biases: bool) -> None:
+    first, second, third = weights = some_experts(3, biases)
+    experts = make_experts(weights[:2], "swiglu_oai")
+    for slot, original in enumerate(weights[:2]):
+        pairs = zip(experts.weights(slot).tensors(), original.tensors(), strict=True)
+        assert all(torch.equal(back, put) for back, put in pairs)
+    rows, counts = torch.randn(12, 64).bfloat16(), [3, 4, 5]
+    moved = experts.rearranged([1, third, 0])
+    assert torch.equal(moved(rows, counts), make_experts([second, third, first], "swiglu_oai")(rows, counts))
+    assert isinstance(moved, amx.AmxExperts) and isinstance(experts, amx.AmxExperts)
+    assert moved._packed[0] is experts._packed[1], "not packed again"
+    assert torch.equal(experts(rows, [6, 6]), make_experts(weights[:2], "swiglu_oai")(rows, [6, 6]))
+    empty = moved.rearranged([])
+    assert empty(rows[:0], []).shape == (0, 64)
+    assert torch.equal(empty.rearranged([third])(rows, [12]), make_experts([third], "swiglu_oai")(rows, [12]))
+
+
+def test_packing_is_the_order_of_the_tiles() -> None:
+    """Row r of a tile: inputs 2r and 2r + 1 of its 16 outputs."""
+    weight = torch.arange(64 * 96, dtype=torch.int16).view(torch.bfloat16).view(64, 96)
+    expected = [
+        weight[strip + half + column, inputs + 2 * row : inputs + 2 * row + 2]
+        for strip in (0, 32)
+        for inputs in (0, 32, 64)
+        for half in (0, 16)
+        for row in range(16)
+        for column in range(16)
+    ]
+    packed = amx.pack(weight)
+    assert packed.data_ptr() % 64 == 0
+    assert torch.equal(packed[: weight.numel()].view(torch.int16), torch.cat(expected).view(torch.int16))
+    assert torch.equal(amx.unpack(packed, 64, 96).view(torch.int16), weight.view(torch.int16))
+
+
+@pytest.mark.usefixtures("tiles")
 def test_silu_is_right_far_out() -> None:
     """The exponential has no holes: gates from -120 to 120."""
     gates = torch.linspace(-120, 120, 32 * 9).view(9, 32)
@@ -71,6 +157,7 @@ def test_silu_is_right_far_out() -> None:
 )
 def test_other_weights_take_another_way(weight: torch.Tensor) -> None:
     assert isinstance(make_linear(weight), PackedLinear)
+    assert isinstance(make_linear(weight, invariant=True), InvariantLinear)
 
 
 def test_several_threads_take_another_way() -> None:

@@ -13,9 +13,10 @@ from dp_engine.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
 from dp_engine.config import EngineConfig
 from dp_engine.kv_cache import block_bytes, num_blocks_for
 from dp_engine.model_config import ModelConfig, ModelConfigError
-from dp_engine.models.mixtral import Mixtral
+from dp_engine.models.decoder import Decoder
 from ep.dispatch import CPU, Dispatched, Dispatcher
 from ep.placement import Placements
+from kernels.rotary import Rope
 from tests.checkpoints import write_mixtral
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -35,11 +36,11 @@ class NoDispatcher(Dispatcher):
         raise AssertionError
 
 
-def load(directory: Path, rank: int = 0, world_size: int = 1, **engine: Any) -> tuple[Mixtral, list[str]]:
+def load(directory: Path, rank: int = 0, world_size: int = 1, **engine: Any) -> tuple[Decoder, list[str]]:
     config = ModelConfig.load(directory, EngineConfig(**engine))
     placements = Placements.contiguous(config.num_layers, config.num_experts, world_size)
     lines: list[str] = []
-    model = Mixtral(config, Checkpoint(directory), NoDispatcher(placements, rank, CPU), lines.append)
+    model = Decoder(config, Checkpoint(directory), NoDispatcher(placements, rank, CPU), lines.append)
     return model, lines
 
 
@@ -76,11 +77,13 @@ def rewrite(path: Path, drop: str | None = None, add: dict[str, torch.Tensor] | 
     save_file(tensors, path)
 
 
-def weights_of(model: Mixtral) -> list[torch.Tensor]:
+def weights_of(model: Decoder) -> list[torch.Tensor]:
     tensors = [model.embedding, model.norm, model.lm_head.weight]
     for layer in model.layers:
-        tensors += [layer.input_norm, layer.qkv.weight, layer.out.weight, layer.moe_norm, layer.moe.router]
-        for expert in layer.moe.experts.experts:
+        attention, mixture = layer.attention, layer.ffn
+        tensors += [layer.input_norm, attention.qkv.weight, attention.out.weight, layer.ffn_norm]
+        tensors.append(mixture.router.linear.weight)
+        for expert in mixture.experts.experts:
             tensors += [expert.gate.weight, expert.up.weight, expert.down.weight]
     return tensors
 
@@ -105,8 +108,8 @@ def test_ranks_together_load_every_expert_once(written: dict[str, Path], layout:
     sums: list[torch.Tensor] = []
     for rank in range(world_size):
         model, _ = load(written[layout], rank, world_size)
-        for layer in model.layers:
-            sums += [part.weight.double().sum() for e in layer.moe.experts.experts for part in (e.gate, e.up, e.down)]
+        for layer in model.moe_layers:
+            sums += [part.weight.double().sum() for e in layer.experts.experts for part in (e.gate, e.up, e.down)]
     expected = [
         tensors[f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight"].double().sum()
         for layer in range(2)
@@ -249,9 +252,10 @@ def test_other_weights_of_the_same_shapes_have_another_digest(single: Path) -> N
 
 def test_config_says_what_the_checkpoint_says(written: dict[str, Path]) -> None:
     config = ModelConfig.load(written["single"], EngineConfig())
-    assert (config.num_experts, config.top_k) == (8, 2)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
-    assert (config.rope_theta, config.max_model_len, config.dtype) == (10000.0, 512, torch.float32)
+    attention, mixture = config.attention, config.mixture
+    assert (config.num_experts, config.num_moe_layers, mixture.size, mixture.routing.top_k) == (8, 2, 96, 2)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 2, 16)
+    assert (config.layers[0].rope, config.max_model_len, config.dtype) == (Rope(16, 10000.0), 512, torch.float32)
     assert config.eos_token_ids == (1,)
     assert ModelConfig.load(written["single"], EngineConfig(dtype="bfloat16", max_model_len=99)).max_model_len == 99
 
@@ -268,19 +272,19 @@ def test_config_says_what_the_checkpoint_says(written: dict[str, Path]) -> None:
 )
 def test_both_spellings_of_rope(single: Path, changes: dict[str, Any]) -> None:
     edit(single / "config.json", **changes)
-    assert ModelConfig.load(single, EngineConfig()).rope_theta == 5e5
+    assert ModelConfig.load(single, EngineConfig()).layers[0].rope.theta == 5e5
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"rope_parameters": ...}, "rope_theta is missing"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn'"),
-        ({"rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, "rope type 'linear'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope'"),
+        ({"rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, "linear has no factor"),
         ({"rope_theta": 1e6}, "names rope_theta 10000.0 but rope_theta itself is 1000000.0"),
         ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta must be a positive number"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"model_type": "llama"}, "model_type 'llama' is not supported"),
+        ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
         ({"model_type": ...}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"vocab_size": ...}, "vocab_size is missing"),
@@ -289,7 +293,7 @@ def test_both_spellings_of_rope(single: Path, changes: dict[str, Any]) -> None:
         ({"head_dim": ..., "num_attention_heads": 6}, "no multiple of 6 attention heads"),
         ({"head_dim": 15}, "odd"),
         ({"num_experts_per_tok": 9}, "exceeds the 8 experts"),
-        ({"sliding_window": 100}, "sliding_window 100 is shorter"),
+        ({"sliding_window": "wide"}, "sliding_window must be a positive integer, not 'wide'"),
         ({"dtype": "float16"}, "dtype float16 is not supported; set engine.dtype"),
         ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
         ({"eos_token_id": "x"}, "eos_token_id must be a token id"),
@@ -307,7 +311,8 @@ def test_models_that_cannot_be_run_are_refused_by_name(single: Path, changes: di
 def test_what_the_engine_settings_decide(single: Path) -> None:
     edit(single / "config.json", sliding_window=100, dtype="float16")
     config = ModelConfig.load(single, EngineConfig(max_model_len=100, dtype="float32"))
-    assert (config.max_model_len, config.dtype) == (100, torch.float32)
+    assert (config.max_model_len, config.dtype, config.windows) == (100, torch.float32, (None,))
+    assert ModelConfig.load(single, EngineConfig(max_model_len=101, dtype="float32")).windows == (100,)
     with pytest.raises(ModelConfigError, match=r"512 is less than engine\.max_model_len 513"):
         ModelConfig.load(single, EngineConfig(max_model_len=513, dtype="float32"))
 

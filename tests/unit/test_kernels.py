@@ -1,7 +1,5 @@
 """Kernels against plain torch written for the eye."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -11,22 +9,35 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import linear
-from kernels.attention import group_by_length, group_decodes, paged_attention, plan_attention, write_kv
-from kernels.experts import Expert, GroupedExperts
+from kernels.attention import (
+    attend,
+    attend_with_sinks,
+    group_by_length,
+    group_decodes,
+    paged_attention,
+    plan_attention,
+    write_kv,
+)
+from kernels.expert_weights import Activation, ExpertWeights, swiglu_oai
+from kernels.experts import GroupedExperts, make_experts, make_mlp
 from kernels.linear import PackedLinear, bucket
+from kernels.mla import mla_attention, write_latent
 from kernels.norm import rms_norm
-from kernels.rotary import RotaryTable, rotate_
+from kernels.rotary import Rope, RotaryTable, rotate_
+from tests.paged import Paged, attention_by_hand, lengths
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 65])
-def test_packed_linear_is_linear(dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_packed_linear_is_linear(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
     torch.manual_seed(rows)
     weight, x = torch.randn(48, 32).to(dtype), torch.randn(rows, 32).to(dtype)
-    other = torch.randn(rows, 48).to(dtype)
-    packed, expected = PackedLinear(weight), F.linear(x, weight)
+    other, bias = torch.randn(rows, 48).to(dtype), torch.randn(48).to(dtype) if with_bias else None
+    packed, expected = PackedLinear(weight, bias), F.linear(x, weight, bias)
+    assert torch.equal(packed.plain(), weight)
     torch.testing.assert_close(packed(x), expected)
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     for ours, theirs in (
@@ -71,7 +82,7 @@ def test_norm_and_rotary_round_as_transformers(dtype: torch.dtype, rows: int) ->
     cos, sin = theirs.MixtralRotaryEmbedding(config)(x, positions[None])
     q, k = torch.randn(1, 4, rows, 16).to(dtype), torch.randn(1, 2, rows, 16).to(dtype)
     expected = theirs.apply_rotary_pos_emb(q, k, cos, sin)
-    table = RotaryTable(16, 777.0, 512, dtype, CPU)
+    table = RotaryTable(Rope(16, 777.0), 512, dtype, CPU)
     heads = torch.cat((q, k), dim=1)[0].transpose(0, 1).contiguous()
     padded = torch.cat((heads, heads), dim=1)
     rotate_(padded[:, :6], *table.at(positions))  # a view, as in the fused projection
@@ -79,69 +90,146 @@ def test_norm_and_rotary_round_as_transformers(dtype: torch.dtype, rows: int) ->
     assert torch.equal(padded[:, 6:], heads)
 
 
+def some_experts(count: int, dtype: torch.dtype, biases: bool) -> list[ExpertWeights]:
+    shapes = ((24, 16), (24, 16), (16, 24), *(((24,), (24,), (16,)) if biases else ()))
+    return [ExpertWeights(*(torch.randn(shape).to(dtype) / 4 for shape in shapes)) for _ in range(count)]
+
+
+def by_hand(row: Tensor, weights: ExpertWeights, activation: str) -> Tensor:
+    """In fp32, for experts with biases or without."""
+    gate, up, down, *biases = (tensor.float() for tensor in weights.tensors())
+    gate_bias, up_bias, down_bias = biases or (None, None, None)
+    opened, gated = F.linear(row.float(), up, up_bias), F.linear(row.float(), gate, gate_bias)
+    if activation == "silu":
+        return F.linear(F.silu(gated) * opened, down, down_bias)
+    gated, opened = gated.clamp(max=7), opened.clamp(-7, 7)
+    return F.linear(gated * torch.sigmoid(1.702 * gated) * (opened + 1), down, down_bias)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [[0, 0, 0], [0, 5, 0], [1, 0, 2], [4, 4, 4], [19, 0, 35]])
-def test_experts_are_their_networks(counts: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("activation", "biases"), [("silu", False), ("silu", True), ("swiglu_oai", True)])
+def test_experts_are_their_networks(
+    counts: list[int], dtype: torch.dtype, activation: Activation, biases: bool
+) -> None:
     torch.manual_seed(1)
-    shapes = ((24, 16), (24, 16), (16, 24))
-    weights = [[torch.randn(shape).to(dtype) / 4 for shape in shapes] for _ in counts]
-    rows = torch.randn(sum(counts), 16).to(dtype)
-    experts = GroupedExperts([Expert(*map(PackedLinear, three)) for three in weights])
-    expected = torch.empty_like(rows)
+    weights, rows = some_experts(len(counts), dtype, biases), 4 * torch.randn(sum(counts), 16).to(dtype)
+    expected = torch.empty(rows.shape)
     for row, expert in enumerate(np.repeat(np.arange(3), counts)):
-        gate, up, down = weights[expert]
-        expected[row] = F.linear(F.silu(F.linear(rows[row], gate)) * F.linear(rows[row], up), down)
-    tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(experts(rows, counts), expected, rtol=tolerance, atol=tolerance)
+        expected[row] = by_hand(rows[row], weights[expert], activation)
+    tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
+    out, dense = make_experts(weights, activation)(rows, counts), make_mlp(weights[0], activation)(rows)
+    assert out.dtype == dense.dtype == dtype and dense.shape == rows.shape
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(dense[: counts[0]].float(), expected[: counts[0]], rtol=tolerance, atol=tolerance)
 
 
-def attention_by_hand(qkv: Tensor, history: list[Tensor], seqlens_q: list[int], heads: int) -> Tensor:
-    """history[s]: [context, 2 * kv_heads, D] of sequence s before this step."""
-    kv_heads = (qkv.shape[1] - heads) // 2
-    outputs, start = [], 0
-    for old, count in zip(history, seqlens_q, strict=True):
-        own = qkv[start : start + count]
-        kv = torch.cat((old, own[:, heads:]))
-        for row in range(count):
-            seen = len(old) + row + 1
-            for head in range(heads):
-                key, value = kv[:seen, head * kv_heads // heads], kv[:seen, kv_heads + head * kv_heads // heads]
-                scores = key @ own[row, head] / math.sqrt(qkv.shape[2])
-                outputs.append(torch.softmax(scores, 0) @ value)
-        start += count
-    return torch.stack(outputs).view(len(qkv), -1) if outputs else qkv.new_empty(0, heads * qkv.shape[2])
+def test_clamped_activation_is_that_of_gpt_oss() -> None:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    theirs = GptOssExperts(GptOssConfig(num_local_experts=1))
+    gate, up = torch.randn(2, 40, 24) * 9
+    expected = theirs._apply_gate(torch.stack((gate, up), dim=-1).flatten(1))
+    torch.testing.assert_close(swiglu_oai(gate, up), expected)
 
 
-lengths = st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), max_size=9)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biases", [False, True])
+def test_experts_give_back_their_weights_and_move(dtype: torch.dtype, biases: bool) -> None:
+    first, second, third = weights = some_experts(3, dtype, biases)
+    experts = make_experts(weights[:2])
+    for slot, original in enumerate(weights[:2]):
+        pairs = zip(experts.weights(slot).tensors(), original.tensors(), strict=True)
+        assert all(torch.equal(back, put) for back, put in pairs)
+    rows, counts = torch.randn(12, 16).to(dtype), [3, 4, 5]
+    moved = experts.rearranged([1, third, 0])
+    assert torch.equal(moved(rows, counts), make_experts([second, third, first])(rows, counts))
+    assert isinstance(moved, GroupedExperts) and isinstance(experts, GroupedExperts)
+    assert moved.experts[0] is experts.experts[1], "not packed again"
+    assert torch.equal(experts(rows, [6, 6]), make_experts(weights[:2])(rows, [6, 6])), "the old ones are as they were"
+    fresh = make_experts([]).rearranged([third])
+    assert torch.equal(fresh(rows, [12]), make_experts([third])(rows, [12]))
+    assert experts.rearranged([])(rows[:0], []).shape == (0, 16)
 
 
-@settings(max_examples=60, deadline=None)
-@given(lengths, st.sampled_from([1, 4, 16]), st.sampled_from([(4, 2), (3, 1), (2, 2)]), st.integers(0, 2**31))
-def test_paged_attention(sequences: list[tuple[int, int]], block_size: int, shape: tuple[int, int], seed: int) -> None:
-    """(context, new tokens) of each sequence; blocks in random order, every unowned slot full of rubbish."""
-    torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths,
+    st.sampled_from([1, 4, 16]),
+    st.sampled_from([(4, 2), (3, 1), (2, 2)]),
+    st.one_of(st.none(), st.integers(1, 50)),
+    st.booleans(),
+    st.sampled_from([None, 0.3]),
+    st.integers(0, 2**31),
+)
+def test_paged_attention(
+    sequences: list[tuple[int, int]],
+    block_size: int,
+    shape: tuple[int, int],
+    window: int | None,
+    with_sinks: bool,
+    scale: float | None,
+    seed: int,
+) -> None:
     heads, kv_heads = shape
-    seqlens_q = np.array([new for _, new in sequences], np.int32)
-    seqlens_k = np.array([context + new for context, new in sequences], np.int32)
-    widths = -(-seqlens_k // block_size)
-    order = rng.permutation(int(widths.sum())) + 1
-    cache = torch.randn(len(order) + 1, block_size, 2, kv_heads, 8) * 50
-    tables = np.zeros((len(sequences), int(widths.max(initial=0))), np.int32)
-    history, slots = [], []
-    for row, (context, new) in enumerate(sequences):
-        tables[row, : widths[row]], order = np.split(order, [widths[row]])
-        at = np.arange(context + new)
-        own = torch.from_numpy(tables[row, at // block_size] * np.int64(block_size) + at % block_size)
-        history.append(torch.randn(context, 2 * kv_heads, 8))
-        write_kv(cache, own[:context], history[-1].view(context, 2 * kv_heads * 8))
-        slots.append(own[context:])
-    qkv = torch.randn(int(seqlens_q.sum()), heads + 2 * kv_heads, 8)
-    new_slots = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
-    write_kv(cache, new_slots, qkv[:, heads:].reshape(-1, 2 * kv_heads * 8))
-    plan = plan_attention(seqlens_q, seqlens_k, tables, block_size, torch.float32, CPU)
-    expected = attention_by_hand(qkv, history, seqlens_q.tolist(), heads)
-    torch.testing.assert_close(paged_attention(qkv, cache, plan, heads), expected, rtol=1e-4, atol=1e-4)
+    paged = Paged(sequences, block_size, (2, kv_heads, 8), seed)
+    queries, sinks = torch.randn(paged.num_rows, heads, 8), torch.randn(heads) if with_sinks else None
+    kv = paged.new_rows()
+    expected = attention_by_hand(queries, paged.rows, paged.seqlens_q, scale or 8**-0.5, window, sinks)
+    qkv = torch.cat((queries, kv.flatten(1, 2)), dim=1)
+    write_kv(paged.cache, paged.new_slots, kv.flatten(1))
+    plan = plan_attention(*paged.plan_arguments(), torch.float32, CPU, window=window)
+    out = paged_attention(qkv, paged.cache, plan, heads, scale, sinks)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 200])
+def test_prompts_longer_than_their_window(length: int) -> None:
+    """They are cut into pieces, each reading no more blocks than its window reaches."""
+    paged = Paged([(0, length), (30, 1), (100, 70)], 4, (2, 1, 8), length)
+    queries, kv = torch.randn(paged.num_rows, 2, 8), paged.new_rows()
+    write_kv(paged.cache, paged.new_slots, kv.flatten(1))
+    plan = plan_attention(*paged.plan_arguments(), torch.float32, CPU, window=5)
+    for group in plan.groups:
+        assert group.blocks is not None
+        assert len(group.blocks) * 4 <= group.size * (group.max_q + 5 + 2 * 4)
+    out = paged_attention(torch.cat((queries, kv.flatten(1, 2)), dim=1), paged.cache, plan, 2)
+    torch.testing.assert_close(
+        out, attention_by_hand(queries, paged.rows, paged.seqlens_q, 8**-0.5, 5), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sinks_written_out(causal: bool) -> None:
+    """What devices without the fused operator compute is the same."""
+    queries, keys, values = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    sinks, mask = torch.randn(4), torch.zeros(2, 1, 5, 5).masked_fill_(torch.rand(2, 1, 5, 5) < 0.3, -torch.inf)
+    arguments = (queries, keys, values, None if causal else mask, 0.4, sinks)
+    torch.testing.assert_close(attend_with_sinks(*arguments), attend(*arguments), rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths, st.sampled_from([1, 4, 16]), st.integers(1, 3), st.one_of(st.none(), st.just(9)), st.integers(0, 2**31))
+def test_mla(sequences: list[tuple[int, int]], block_size: int, heads: int, window: int | None, seed: int) -> None:
+    """Against keys and values expanded for every head."""
+    rank, rope, nope, v_dim = 8, 4, 6, 5
+    paged = Paged(sequences, block_size, (rank + rope,), seed)
+    q_nope, q_rope = torch.randn(paged.num_rows, heads, nope), torch.randn(paged.num_rows, heads, rope)
+    key_up, value_up = torch.randn(heads, nope, rank), torch.randn(heads, v_dim, rank)
+    rows = paged.new_rows()
+    expanded = []
+    for latent, shared in (history.split((rank, rope), dim=1) for history in paged.rows):
+        keys = torch.cat((torch.einsum("lr,hnr->lhn", latent, key_up), shared[:, None].expand(-1, heads, -1)), dim=2)
+        values = F.pad(torch.einsum("lr,hvr->lhv", latent, value_up), (0, keys.shape[2] - v_dim))
+        expanded.append(torch.stack((keys, values), dim=1))
+    queries = torch.cat((q_nope, q_rope), dim=2)
+    expected = attention_by_hand(queries, expanded, paged.seqlens_q, 0.2, window)
+    expected = expected.view(*queries.shape)[:, :, :v_dim]
+    write_latent(paged.cache, paged.new_slots, rows)
+    plan = plan_attention(*paged.plan_arguments(), torch.float32, CPU, window=window)
+    out = mla_attention(q_nope, q_rope, rows, paged.cache, plan, key_up, value_up, 0.2)
+    torch.testing.assert_close(out, expected.flatten(1), rtol=1e-4, atol=1e-4)
 
 
 @given(st.lists(st.integers(1, 5000), max_size=60), st.integers(0, 3000))
