@@ -20,6 +20,7 @@ __all__ = ["INDEX", "SINGLE", "Checkpoint", "CheckpointError", "OnBytes"]
 
 SAMPLE_BYTES = 64  # of each tensor, for the digest
 AHEAD_BYTES = 64 << 20  # are being read while what came before is converted
+MOST_LENT = 3  # tensors: an expert
 _FLOATS = ("F32", "F16", "BF16")
 
 OnBytes = Callable[[int, int], None]
@@ -46,6 +47,7 @@ class Checkpoint:
         self._bytes_owned = 0
         self._ahead: deque[tuple[str, int | None]] = deque()  # owned and not asked for yet
         self._bytes_asked = 0
+        self._lent: deque[str] = deque()  # and perhaps still in use
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -86,6 +88,22 @@ class Checkpoint:
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor `name`, which must have this shape, as `dtype`. Each may be taken once."""
         return self._load(name, None, name, shape, dtype)
+
+    def borrow(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """As `take`, for one who copies the tensor into a form of his own and drops it: it may be a view of the file,
+        which must not be written to."""
+        stored = self._stored.get(name)
+        if name in self._taken or stored is None or stored.shape != shape or TORCH_DTYPES.get(stored.dtype) != dtype:
+            return self.take(name, shape, dtype)
+        self._read_ahead()
+        tensor = self._shards[self._files[name]].lend(name)
+        self._taken.add(name)
+        self._lent.append(name)
+        if len(self._lent) > MOST_LENT:
+            returned = self._lent.popleft()
+            self._shards[self._files[returned]].take_back(returned)
+        self._count(name, None)
+        return tensor
 
     def take_part(self, name: str, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """`tensor[index]` of a tensor whose whole shape is `shape`. Each part may be taken once."""
@@ -151,8 +169,9 @@ class Checkpoint:
 
     def _copy(self, name: str, index: int | None, dtype: torch.dtype) -> Tensor:
         self._read_ahead()
-        with self._shards[self._files[name]].lend(name, index) as tensor:
-            copy = tensor.to(dtype, copy=True)
+        shard = self._shards[self._files[name]]
+        copy = shard.lend(name, index).to(dtype, copy=True)
+        shard.take_back(name, index)
         self._count(name, index)
         return copy
 
@@ -160,8 +179,9 @@ class Checkpoint:
         assert self._block is not None  # since `require`
         factors = self._copy(name + SCALE, index, torch.float32)
         self._read_ahead()
-        with self._shards[self._files[name]].lend(name, index) as tensor:
-            weight = dequantize(tensor, factors, self._block, dtype)
+        shard = self._shards[self._files[name]]
+        weight = dequantize(shard.lend(name, index), factors, self._block, dtype)
+        shard.take_back(name, index)
         self._count(name, index)
         return weight
 

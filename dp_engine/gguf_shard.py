@@ -1,7 +1,6 @@
 """A GGUF as a file of tensors under Hugging Face's names, dequantised when they are lent."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -29,11 +28,13 @@ class GgufShard:
             for name, tensor in ((name, self._gguf.tensors[source]) for name, source in self._source.items())
         }
 
-    @contextmanager
-    def lend(self, name: str, index: int | None = None) -> Iterator[Tensor]:
+    def lend(self, name: str, index: int | None = None) -> Tensor:
         """In float32, rows of q and k in Hugging Face's order."""
         tensor = torch.from_numpy(self._gguf.load_for_hf(self._source[name]))
-        yield tensor if index is None else tensor[index]
+        return tensor if index is None else tensor[index]
+
+    def take_back(self, name: str, index: int | None = None) -> None:
+        """It was a copy."""
 
     def will_need(self, name: str, index: int | None = None) -> None:
         """Dequantising takes longer than reading."""

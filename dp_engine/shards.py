@@ -6,8 +6,7 @@ import mmap
 import os
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,8 +62,11 @@ class Shard(Protocol):
     header: bytes
     tensors: Mapping[str, Stored]
 
-    def lend(self, name: str, index: int | None = None) -> Any:
-        """Context manager: the tensor, or its part `[index]`, which is nobody's afterwards."""
+    def lend(self, name: str, index: int | None = None) -> Tensor:
+        """The tensor, or its part `[index]`: to be read, not to be written or kept."""
+
+    def take_back(self, name: str, index: int | None = None) -> None:
+        """Its pages may leave this process; who reads it nevertheless gets them back."""
 
     def will_need(self, name: str, index: int | None = None) -> None:
         """Begin to read a tensor that will be lent soon."""
@@ -86,9 +88,8 @@ class SafetensorsShard:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._file = -1
 
-    @contextmanager
-    def lend(self, name: str, index: int | None = None) -> Iterator[Tensor]:
-        """A view of the mapping in the stored type: read-only, not to be kept."""
+    def lend(self, name: str, index: int | None = None) -> Tensor:
+        """A view of the mapping in the stored type."""
         stored = self.tensors[name]
         begin, end = stored.span(index)
         data = self._mapped()
@@ -97,10 +98,13 @@ class SafetensorsShard:
         piece = data[begin:end]
         if begin % dtype.itemsize:
             piece = piece.clone()  # the format does not promise alignment
-        yield piece.view(dtype).view(stored.shape if index is None else stored.shape[1:])
-        assert self._map is not None
+        return piece.view(dtype).view(stored.shape if index is None else stored.shape[1:])
+
+    def take_back(self, name: str, index: int | None = None) -> None:
+        """The page cache keeps them."""
+        begin, end = self.tensors[name].span(index)
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > first:
+        if self._map is not None and end > first:
             self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def will_need(self, name: str, index: int | None = None) -> None:

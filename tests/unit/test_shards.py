@@ -148,3 +148,24 @@ def test_foreign_experts_are_never_read_and_what_was_read_is_let_go(tmp_path: Pa
     assert wanted <= read
     assert len(read - wanted) <= 64  # the header, and what was read with it
     assert mapped_kb(path) <= 64
+
+
+def test_what_is_borrowed_is_the_file_and_counts_as_taken(tmp_path: Path) -> None:
+    values = {name: torch.full((3, 2), at, dtype=torch.bfloat16) for at, name in enumerate("abcde")}
+    save_file(values, tmp_path / SINGLE)
+    checkpoint = Checkpoint(tmp_path)
+    lent = {name: checkpoint.borrow(name, (3, 2), torch.bfloat16) for name in "abcd"}
+    own = checkpoint.borrow("e", (3, 2), torch.float32)
+    assert all(torch.equal(tensor, values[name]) for name, tensor in lent.items())  # those given back as well
+    assert torch.equal(own, values["e"].float())
+    assert checkpoint.unused() == []
+    with pytest.raises(CheckpointError, match="tensor a would be loaded twice"):
+        checkpoint.borrow("a", (3, 2), torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"tensor a has shape \[3, 2\], expected \[2, 3\]"):
+        Checkpoint(tmp_path).borrow("a", (2, 3), torch.bfloat16)
+    with pytest.raises(CheckpointError, match="tensor f is missing"):
+        Checkpoint(tmp_path).borrow("f", (3, 2), torch.bfloat16)
+    data = (tmp_path / SINGLE).read_bytes()
+    (tmp_path / SINGLE).open("r+b").write(data[:-60] + bytes(60))
+    assert not any(tensor.any() for tensor in lent.values())  # no copies
+    assert own.any()
