@@ -33,7 +33,7 @@ def test_the_size_is_what_was_asked_for() -> None:
 
 def test_memory_of_ones_own_is_seen() -> None:
     with Peak() as peak:
-        held = mmap.mmap(-1, 64 << 20)
+        held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE)
         held.write(b"x" * len(held))
         peak.look()
     assert len(held) <= peak.bytes < 3 * len(held)
