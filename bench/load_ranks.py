@@ -48,7 +48,6 @@ class Nowhere(Dispatcher):
 
 def run_ranks(what: str, model_dir: Path, size: int, threads: int) -> list[Outcome]:
     """`what`: read or load. All begin together, when each has imported what it needs."""
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # as ranks have it
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     barrier, queue = context.Barrier(size), context.Queue()
