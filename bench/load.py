@@ -30,12 +30,14 @@ MOST_SURPLUS = 1_000_000_000  # bytes
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians of all rounds. Seconds until the last rank was done; GB of all ranks together; largest rank's surplus."""
+    """Medians of all rounds. Seconds until the last rank was done; processor seconds and GB of all ranks together;
+    largest rank's surplus. On a machine that others use, `load_cpu_s` over its cores says what `load_s` could be."""
 
     cache: str
     owned_gb: float
     read_s: float
     load_s: float
+    load_cpu_s: float
     ratio: float
     surplus_gb: float
 
@@ -62,6 +64,7 @@ def figures(cache: str, reads: list[list[Outcome]], loads: list[list[Outcome]]) 
         sum(outcome.owned_bytes for outcome in loads[0]) / 1e9,
         statistics.median(read),
         statistics.median(load),
+        statistics.median(sum(outcome.cpu_s for outcome in outcomes) for outcomes in loads),
         statistics.median(b / a for a, b in zip(read, load, strict=True)),
         surplus / 1e9,
     )
@@ -91,9 +94,9 @@ def measure(model_dir: Path, arguments: argparse.Namespace) -> list[Figures]:
 
 
 def table(results: list[Figures]) -> Table:
-    drawn = Table("pages", "owned GB", "read s", "load s", "load / read", "surplus GB a rank", "holds")
+    drawn = Table("pages", "owned GB", "read s", "load s", "load cpu s", "load / read", "surplus GB a rank", "holds")
     for row in results:
-        numbers = (row.owned_gb, row.read_s, row.load_s, row.ratio, row.surplus_gb)
+        numbers = (row.owned_gb, row.read_s, row.load_s, row.load_cpu_s, row.ratio, row.surplus_gb)
         drawn.add_row(row.cache, *(f"{number:.2f}" for number in numbers), "yes" if holds(row) else "no")
     return drawn
 

@@ -25,10 +25,12 @@ BLOCKS = 4  # of KV, so that weights are what counts
 
 @dataclass(frozen=True)
 class Outcome:
-    """A rank's times (time.monotonic, the same clock for all) and its peak of anonymous memory above the start's."""
+    """A rank's times (time.monotonic, the same clock for all; and its processor's), and its peak of anonymous memory
+    above the start's."""
 
     began: float
     ended: float
+    cpu_s: float
     owned_bytes: int
     peak_bytes: int
 
@@ -78,13 +80,13 @@ def _rank(what: str, model_dir: Path, rank: int, size: int, threads: int, barrie
     ]
     barrier.wait(TIMEOUT_S)
     with Peak() as peak:
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.process_time()
         if what == "read":
             _read(sorted(spans))
         else:
             runner = ModelRunner.load(model_dir, engine, Nowhere(placements, rank, CPU), CPU, lambda line: None)
-        ended = time.monotonic()
-    queue.put(Outcome(began, ended, sum(end - begin for _, begin, end in spans), peak.bytes))
+        ended, cpu_s = time.monotonic(), time.process_time() - cpu
+    queue.put(Outcome(began, ended, cpu_s, sum(end - begin for _, begin, end in spans), peak.bytes))
     if what == "load":
         del runner
 

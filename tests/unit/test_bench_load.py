@@ -14,9 +14,12 @@ GB = 1_000_000_000
 
 
 def test_figures_are_of_the_slowest_rank_and_the_largest_surplus() -> None:
-    reads = [[Outcome(10, 11, 4 * GB, 0), Outcome(10, 12, 2 * GB, 0)], [Outcome(0, 4, 4 * GB, 0)]]
-    loads = [[Outcome(20, 23, 4 * GB, 5 * GB), Outcome(20.5, 22, 2 * GB, 2 * GB)], [Outcome(0, 4, 4 * GB, 4 * GB)]]
-    assert figures("cold", reads, loads) == Figures("cold", 6.0, 3.0, 3.5, 1.25, 1.0)
+    reads = [[Outcome(10, 11, 1, 4 * GB, 0), Outcome(10, 12, 1, 2 * GB, 0)], [Outcome(0, 4, 1, 4 * GB, 0)]]
+    loads = [
+        [Outcome(20, 23, 1, 4 * GB, 5 * GB), Outcome(20.5, 22, 1, 2 * GB, 2 * GB)],
+        [Outcome(0, 4, 4, 4 * GB, 4 * GB)],
+    ]
+    assert figures("cold", reads, loads) == Figures("cold", 6.0, 3.0, 3.5, 3.0, 1.25, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +27,7 @@ def test_figures_are_of_the_slowest_rank_and_the_largest_surplus() -> None:
     [("cold", 1.5, 1.0, True), ("cold", 1.6, 0.1, False), ("warm", 9.0, 0.1, True), ("warm", 1.0, 1.1, False)],
 )
 def test_what_must_hold(cache: str, ratio: float, surplus: float, expected: bool) -> None:
-    assert holds(Figures(cache, 1.0, 1.0, 1.0, ratio, surplus)) is expected
+    assert holds(Figures(cache, 1.0, 1.0, 1.0, 1.0, ratio, surplus)) is expected
 
 
 def test_the_size_is_what_was_asked_for() -> None:
