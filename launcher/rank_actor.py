@@ -70,7 +70,6 @@ class RankActor:
         os.environ.update(setup.env)
         os.environ["OMP_NUM_THREADS"] = str(self._threads)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
-        os.environ.setdefault()  # torch: huge pages for weights, filled in a third of the time
         self._store: Store | None = None
         self._loaded = threading.Thread(target=_import, args=(self.engine,), daemon=True)
         self._loaded.start()
