@@ -1,11 +1,10 @@
 """What the load benchmark writes, reads and says."""
 
-import mmap
 from pathlib import Path
 
 import pytest
 
-from bench import load, load_checkpoint
+from bench import load, load_checkpoint, load_ranks
 from bench.load import Figures, figures, holds
 from bench.load_ranks import Outcome, Peak
 from dp_engine.checkpoint import INDEX, Checkpoint
@@ -34,12 +33,15 @@ def test_the_size_is_what_was_asked_for() -> None:
     assert [load_checkpoint.num_layers(gb) for gb in (0.1, 1, 10)] == [1, 1, 13]
 
 
-def test_memory_of_ones_own_is_seen() -> None:
+def test_the_peak_is_the_most_that_was_seen_above_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_ranks.anonymous_bytes() > 1 << 20
+    monkeypatch.setattr(load_ranks, "SAMPLE_S", 60)
+    seen = iter([100, 150, 400, 90, 120])
+    monkeypatch.setattr(load_ranks, "anonymous_bytes", lambda: next(seen))
     with Peak() as peak:
-        held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE)
-        held.write(b"x" * len(held))
-        peak.look()
-    assert len(held) <= peak.bytes < 3 * len(held)
+        for _ in range(3):
+            peak.look()
+    assert peak.bytes == 300
 
 
 def test_a_small_checkpoint_is_written_read_and_loaded(
