@@ -176,6 +176,14 @@ class LogLine(Message, frozen=True):
     text: str
 
 
+class Loading(Message, frozen=True):
+    """How much of its share of the checkpoint a rank has loaded; sent before its Hello, a few times a second."""
+
+    rank: int
+    done_bytes: int
+    total_bytes: int
+
+
 class Diagnosis(Message, frozen=True):
     """What the gang's flight recorders say of its end: the same from every rank that lives to tell.
 
@@ -300,7 +308,7 @@ class Shutdown(Message, frozen=True):
 
 
 ToRank: TypeAlias = Welcome | Add | Wake | Abort | Ready | Pause | ResetPrefixCache | Fault | Shutdown
-ToRouter: TypeAlias = Hello | Output | Rejected | LogLine | Diagnosis | Goodbye
+ToRouter: TypeAlias = Hello | Output | Rejected | LogLine | Loading | Diagnosis | Goodbye
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

@@ -19,6 +19,7 @@ from dp_engine.engine import Engine, StepCounters
 from dp_engine.grammar import Vocabulary
 from dp_engine.kv_cache import num_blocks_for
 from dp_engine.link import SILENT_VOTES, Link, LinkHandler
+from dp_engine.loading import LoadingReports, num_reports
 from dp_engine.model_config import ModelConfig, ModelConfigError
 from dp_engine.policies import make_scheduler
 from dp_engine.runner import ModelRunner, max_step_tokens
@@ -155,12 +156,14 @@ def _join(
     )
     groups.leave_too(dispatcher.close)
     started = time.monotonic()
-    runner = ModelRunner.load(Path(spec.model_dir), spec.engine, dispatcher, device, log.info)
+    loading = LoadingReports(link, store)
+    runner = ModelRunner.load(Path(spec.model_dir), spec.engine, dispatcher, device, log.info, loading.on_bytes)
+    loading.close()
     log.info("loaded in %.1f s on %s, %d threads", time.monotonic() - started, device, spec.threads)
     if store is not None:
         store.set(f"loaded/{spec.rank}", "")
         keys = {rank: f"loaded/{rank}" for rank in range(spec.world_size)}
-        wait_for_keys(store, keys, spec.start_timeout_s, "the end of loading")
+        wait_for_keys(store, keys, spec.start_timeout_s, "the end of loading", lambda: num_reports(store))
     runner.warm_up()
     counters = StepCounters()
     rebalancer = Rebalancer(runner.moe_layers, dispatcher, groups.data, spec.experts)

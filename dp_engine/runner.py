@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dp_engine.batch import Batch, Drawn, SamplingBatch
-from dp_engine.checkpoint import Checkpoint
+from dp_engine.checkpoint import Checkpoint, OnBytes
 from dp_engine.config import EngineConfig
 from dp_engine.kv_cache import KVCache, num_blocks_for
 from dp_engine.logprobs import token_logprobs
@@ -45,6 +45,7 @@ class ModelRunner:
         dispatcher: Dispatcher,
         device: torch.device,
         progress: Callable[[str], None],
+        on_bytes: OnBytes | None = None,
     ) -> "ModelRunner":
         """Load this rank's share of the checkpoint. Raises ModelConfigError, CheckpointError, and ValueError when
         dispatcher and model do not belong together."""
@@ -66,7 +67,9 @@ class ModelRunner:
         if dispatcher.device != device:
             raise ValueError(f"the model is to run on {device}, its dispatcher on {dispatcher.device}")
         with torch.inference_mode():
-            model = Decoder(config, Checkpoint(model_dir), dispatcher, progress)
+            checkpoint = Checkpoint(model_dir, on_bytes)
+            checkpoint.expect(dispatcher.placements, dispatcher.rank)
+            model = Decoder(config, checkpoint, dispatcher, progress)
             cache = KVCache(config, engine, num_blocks_for(config, engine), device)
         return cls(config, model, cache, device)
 

@@ -4,7 +4,7 @@ A row's sums are its own, in an order that knows neither its place nor the other
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -105,11 +105,14 @@ class AmxExperts:
     gate and up lie together, 16 outputs of one and the same 16 of the other, so that a strip gives finished products.
     """
 
-    def __init__(self, weights: Sequence[ExpertWeights], activation: Activation = "silu") -> None:
+    def __init__(self, weights: Iterable[ExpertWeights], activation: Activation = "silu") -> None:
         """At least one; all of the same shapes."""
-        self._inner, self._hidden = weights[0].gate.shape
+        packed = []
+        for expert in weights:
+            self._inner, self._hidden = expert.gate.shape
+            packed.append(_pack_expert(expert))
         self._clamped = activation == "swiglu_oai"
-        self._take([_pack_expert(expert) for expert in weights])
+        self._take(packed)
         library = native.amx()
         assert library is not None
         self._experts = library.phalanx_amx_experts

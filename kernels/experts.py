@@ -1,7 +1,8 @@
 """The gated feed-forward networks of a rank's experts over rows grouped by expert."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -90,15 +91,19 @@ class GroupedExperts:
 Experts: TypeAlias = "amx.AmxExperts | GroupedExperts"
 
 
-def make_experts(weights: Sequence[ExpertWeights], activation: Activation = "silu", invariant: bool = False) -> Experts:
-    """The fastest experts for these weights here, by slot; there may be none.
+def make_experts(weights: Iterable[ExpertWeights], activation: Activation = "silu", invariant: bool = False) -> Experts:
+    """The fastest experts for these weights here, by slot; there may be none. All have the same shapes and types. Each
+    is packed before the next is asked for, so that an iterator need not have them all in memory.
 
     invariant: each row's result has the same bits whatever rows are computed with it. On AMX tiles that is always so.
     """
-    if weights and amx.usable(*(tensor for expert in weights for tensor in expert.tensors())):
-        return amx.AmxExperts(weights, activation)
-    experts = [Expert.of(expert, activation, invariant) for expert in weights]
-    return GroupedExperts(experts, activation, invariant)
+    remaining = iter(weights)
+    for first in remaining:
+        every = chain([first], remaining)
+        if amx.usable(*first.tensors()):
+            return amx.AmxExperts(every, activation)
+        return GroupedExperts([Expert.of(expert, activation, invariant) for expert in every], activation, invariant)
+    return GroupedExperts([], activation, invariant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def exclusive(lock: Path, progress: Report) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress("Waiting for another process that builds the demo model", 0.0)
+            progress("Waiting for another process that builds the same", 0.0)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

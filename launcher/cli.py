@@ -24,7 +24,7 @@ app = typer.Typer(
 app.add_typer(chaos_cli.app, name="chaos")
 
 CONFIG = typer.Argument(help="YAML file with settings; see configs/ and docs/configuration.md.", show_default=False)
-MODEL = typer.Option(help="Checkpoint directory in Hugging Face's layout, or `demo`.", show_default=False)
+MODEL = typer.Option(help="Checkpoint directory in Hugging Face's layout, a .gguf file, or `demo`.", show_default=False)
 DP = typer.Option(help="Number of data-parallel ranks.", show_default=False)
 SET = typer.Option("--set", help="Any setting: --set engine.block_size=32. Repeatable.", metavar="K=V")
 RAY_ADDRESS = typer.Option(help="Join this Ray cluster, or `auto`, not start a local one.", show_default=False)

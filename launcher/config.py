@@ -118,7 +118,11 @@ class RayConfig(_Section):
     )
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field("PACK", description="Placement.")
     placement_timeout_s: float = Field(60.0, gt=0, description="Longest wait for the ranks' resources.")
-    start_timeout_s: float = Field(600.0, gt=0, description="Longest wait for the ranks to load and report.")
+    start_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Longest wait for the ranks to report; while they load, for one of them to have loaded more.",
+    )
 
 
 class SupervisionConfig(_Section):
@@ -147,7 +151,7 @@ class ChaosConfig(_Section):
 class DeploymentConfig(_Section):
     """One deployment: a model, its ranks and the front."""
 
-    model: str = Field("demo", description="Checkpoint directory (Hugging Face layout), or `demo`.")
+    model: str = Field("demo", description="Checkpoint directory (Hugging Face layout), a .gguf file, or `demo`.")
     dp: int = Field(2, ge=1, description="Data-parallel ranks of a gang.")
     replicas: int = Field(1, ge=1, description="Gangs side by side under one router, each of `dp` ranks.")
     server: ServerConfig = ServerConfig()

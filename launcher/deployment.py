@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dp_engine.link import SILENT_VOTES
 from launcher.config import ConfigError, DeploymentConfig, RayConfig
 from launcher.guardian import Guardian
+from launcher.loading import LoadingBar
 from launcher.ray_session import RaySession
 from launcher.router import Router
 from launcher.terminal import Terminal
@@ -36,6 +37,8 @@ class Deployment:
         self._stack = contextlib.AsyncExitStack()
         self._supervisors: list[Supervisor] = []
         self._lives: list[asyncio.Task[str]] = []
+        bar = LoadingBar(voice, config.dp * config.replicas)
+        self._stack.callback(bar.close)
         self.router = Router(
             config.dp,
             replicas=config.replicas,
@@ -43,6 +46,7 @@ class Deployment:
             max_deaths=config.supervision.max_request_deaths,
             silence_s=SILENT_VOTES * config.vote.control_timeout_s,
             on_log=voice.rank_log,
+            on_loading=bar.on_loading,
         )
 
     async def __aenter__(self) -> Self:
@@ -146,7 +150,7 @@ def configure_logging() -> None:
 
 
 def resolve_model(config: DeploymentConfig) -> Path:
-    """The checkpoint directory. Raises ConfigError if it cannot be one."""
+    """The checkpoint directory; that of a GGUF is made first. Raises ConfigError if it cannot be one."""
     if config.model == "demo":
         from launcher.demo_model import DemoModelError, ensure_demo_model
 
@@ -155,6 +159,16 @@ def resolve_model(config: DeploymentConfig) -> Path:
         except DemoModelError as error:
             raise ConfigError(str(error)) from None
     path = Path(config.model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        from dp_engine.gguf_file import GgufError  # slow imports, needed for a GGUF only
+        from launcher.building import progress_bars
+        from launcher.gguf_model import model_directory
+
+        try:
+            with progress_bars() as progress:
+                return model_directory(path, progress)
+        except GgufError as error:
+            raise ConfigError(str(error)) from None
     if not path.is_dir():
         raise ConfigError(f"model directory {path} does not exist")
     if not (path / "config.json").is_file():

@@ -14,6 +14,7 @@ from dp_engine.messages import (
     Diagnosis,
     Goodbye,
     Hello,
+    Loading,
     LogLine,
     Output,
     Rejected,
@@ -36,6 +37,7 @@ class Owner(Protocol):
     def on_output(self, link: "GangLink", rank: int, output: Output) -> None: ...
     def on_rejected(self, link: "GangLink", rank: int, rejected: Rejected) -> None: ...
     def on_line(self, link: "GangLink", line: LogLine) -> None: ...
+    def on_loading(self, link: "GangLink", loading: Loading) -> None: ...
     def on_ready(self, link: "GangLink") -> None: ...
     def on_sign(self, link: "GangLink") -> None:
         """Some rank has sent something, so its queue may have room again."""
@@ -72,6 +74,7 @@ class GangLink:
         self.last_output_at: float | None = None  # time.monotonic()
         self.down: str | None = None
         self.lost_rank: int | None = None  # whose connection is why
+        self.moved_at: float | None = None  # time.monotonic(): some rank has loaded more
         self.fruitful = False  # some request has come to its end here
         self.diagnosis: Diagnosis | None = None
         self.probation: dict[int, Ticket] = {}
@@ -124,9 +127,15 @@ class GangLink:
         return Observers({rank: hello.observer for rank, hello in self.hellos.items()}, keys)
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Wait for the Hello of every rank. Raises GangDown when the gang fails, TimeoutError naming absent ranks."""
-        with suppress(TimeoutError):
-            await self._wait_until(lambda: self.ready or self.down is not None, timeout_s)
+        """Wait for the Hello of every rank. Raises GangDown when the gang fails, TimeoutError naming absent ranks.
+
+        The time counts anew whenever a rank has loaded more: a checkpoint may take longer, a silence may not.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0 and not self.ready and self.down is None:
+            with suppress(TimeoutError):
+                await self._wait_until(lambda: self.ready or self.down is not None, left_s)
+            deadline = max(deadline, (self.moved_at or 0.0) + timeout_s)
         if self.down is not None:
             raise GangDown(self.down)
         if missing := self.roster.missing:
@@ -193,7 +202,7 @@ class GangLink:
 
     def _on_message(self, identity: bytes, payload: bytes) -> None:
         """Whatever arrives: parsed by schema, or counted and dropped. A peer has no say before its Hello, except for
-        log lines, and to tell that its rank failed.
+        log lines, how far it has loaded, and to tell that its rank failed.
         """
         try:
             message = decode_to_router(payload)
@@ -207,6 +216,8 @@ class GangLink:
             self._on_goodbye(rank, message)
         elif isinstance(message, LogLine):
             self._on_line(rank, message)
+        elif isinstance(message, Loading):
+            self._on_loading(rank, message)
         elif isinstance(message, Diagnosis):
             self._on_diagnosis(rank, message)
         elif rank is None:
@@ -239,6 +250,13 @@ class GangLink:
         stamp = time.strftime("%H:%M:%S", time.gmtime())
         self.lines.append(f"{stamp} rank {line.rank} {logging.getLevelName(line.level)} {line.text}")
         self._owner.on_line(self, line)
+
+    def _on_loading(self, rank: int | None, loading: Loading) -> None:
+        if rank is not None or not 0 <= loading.rank < self.world_size:
+            self.bad_messages += 1
+            return
+        self.moved_at = time.monotonic()
+        self._owner.on_loading(self, loading)
 
     def _on_diagnosis(self, rank: int | None, diagnosis: Diagnosis) -> None:
         """All ranks that noticed send the same; the first counts. It may come before a Hello: from the warm-up."""

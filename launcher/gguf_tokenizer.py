@@ -6,17 +6,17 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from launcher.upcycle import UpcycleError
+from dp_engine.gguf_file import GgufError
 
 CONTROL = 3  # llama.cpp's token type of special tokens
 PRE_TOKENIZERS = {"smollm"}
 
 
 def build_tokenizer(fields: dict[str, Any]) -> Tokenizer:
-    """Byte-level BPE as SmolLM defines it: digits one by one, then GPT-2's split. Other kinds: UpcycleError."""
-    model, pre = fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]
+    """Byte-level BPE as SmolLM defines it: digits one by one, then GPT-2's split. Other kinds: GgufError."""
+    model, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
-        raise UpcycleError(f"the GGUF's tokenizer is {model}/{pre}, wanted gpt2/{'|'.join(sorted(PRE_TOKENIZERS))}")
+        raise GgufError(f"the GGUF's tokenizer is {model}/{pre}, wanted gpt2/{'|'.join(sorted(PRE_TOKENIZERS))}")
     vocab = {token: index for index, token in enumerate(fields["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False))
@@ -48,7 +48,7 @@ def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
         "unk_token": "tokenizer.ggml.unknown_token_id",
         "pad_token": "tokenizer.ggml.padding_token_id",
     }
-    named_specials = {name: tokens[fields[key]] for name, key in named.items()}
+    named_specials = {name: tokens[fields[key]] for name, key in named.items() if key in fields}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": fields["llama.context_length"],
@@ -58,7 +58,7 @@ def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
         "additional_special_tokens": [
             token for token in special_tokens(fields) if token not in named_specials.values()
         ],
-        "chat_template": fields["tokenizer.chat_template"],
+        **({"chat_template": fields["tokenizer.chat_template"]} if "tokenizer.chat_template" in fields else {}),
     }
 
 

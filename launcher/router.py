@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from dp_engine.messages import Add, Fault, Hello, LogLine, Output, PauseMode, Rejected, Sampling
+from dp_engine.messages import Add, Fault, Hello, Loading, LogLine, Output, PauseMode, Rejected, Sampling
 from launcher import suspicion
 from launcher.books import Quote
 from launcher.death import Death
@@ -30,6 +30,7 @@ from launcher.waiting_room import WaitingRoom
 __all__ = ["Delta", "GangDown", "Inbox", "QueueFull", "RankBusy", "RequestRejected", "Router", "Ticket"]
 
 OnLog = Callable[[int, int, int, str], None]  # replica, rank, logging level, text
+OnLoading = Callable[[int, int, Loading], None]  # replica, epoch
 
 
 class Router:
@@ -47,6 +48,7 @@ class Router:
         max_deaths: int = 2,
         silence_s: float = SILENCE_S,
         on_log: OnLog | None = None,
+        on_loading: OnLoading | None = None,
     ) -> None:
         """silence_s: a rank that gives no sign of life for so long is gone."""
         self.world_size = world_size
@@ -58,6 +60,7 @@ class Router:
         self.unplaced: Counter[str] = Counter(abort=0, gang_down=0, poisoned=0)  # ends of requests that waited
         self._silence_s = silence_s
         self._on_log = on_log
+        self._on_loading = on_loading
         self._tickets: dict[int, Ticket] = {}
         self._room = WaitingRoom()
         self._next_id = 1
@@ -395,6 +398,10 @@ class Router:
             suspicion.suspect(ticket, link)
         self._room.carry(carried)
         self._pump()
+
+    def on_loading(self, link: GangLink, loading: Loading) -> None:
+        if self._on_loading is not None:
+            self._on_loading(link.replica, link.epoch, loading)
 
     def on_line(self, link: GangLink, line: LogLine) -> None:
         if self._on_log is not None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader
-from gguf.quants import dequantize
+
+from dp_engine.gguf_llama import LlamaGguf
 
 SHARD_BYTES = 500_000_000
 ROUTER_STD = 0.1
@@ -25,54 +25,7 @@ Progress = Callable[[float], None]
 
 
 class UpcycleError(ValueError):
-    """The GGUF is not one we can convert; the message is one line."""
-
-
-@dataclass(frozen=True)
-class DenseModel:
-    """An open GGUF of the llama architecture: its metadata and its tensors by llama.cpp's names."""
-
-    fields: dict[str, Any]
-    tensors: dict[str, Any]
-
-    @classmethod
-    def open(cls, path: Path) -> "DenseModel":
-        try:
-            reader = GGUFReader(path)
-        except (ValueError, KeyError, IndexError) as error:
-            raise UpcycleError(f"{path} is not a readable GGUF file: {error}") from None
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        if fields.get("general.architecture") != "llama":
-            raise UpcycleError(f"{path} holds architecture {fields.get('general.architecture')!r}, wanted 'llama'")
-        return cls(fields, {tensor.name: tensor for tensor in reader.tensors})
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self.fields:
-            raise UpcycleError(f"the GGUF has no metadata field {key}")
-        return self.fields[key]
-
-    @property
-    def num_layers(self) -> int:
-        return int(self["llama.block_count"])
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self["llama.embedding_length"])
-
-    @property
-    def tied(self) -> bool:
-        return "output.weight" not in self.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Row-major shape; GGUF stores the fastest axis first."""
-        if name not in self.tensors:
-            raise UpcycleError(f"the GGUF has no tensor {name}")
-        return tuple(int(size) for size in reversed(self.tensors[name].shape))
-
-    def load(self, name: str) -> np.ndarray:
-        """The tensor as float32, dequantised, in row-major shape."""
-        tensor = self.tensors[name]
-        return dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False).reshape(self.shape(name))
+    """A mixture that makes no sense; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -98,23 +51,13 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
 
 
-def unpermute_rotary(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's row order of q and k (pairs interleaved) for rotate-half rotary. [heads * dim, in] both ways."""
-    rows, columns = weight.shape
-    half = rows // num_heads // 2
-    return weight.reshape(num_heads, half, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def plan(dense: DenseModel, experts: int, seed: int) -> list[Group]:
+def plan(dense: LlamaGguf, experts: int, seed: int) -> list[Group]:
     """All tensors of the Mixtral checkpoint, in file order, under the names Mixtral checkpoints use on disk."""
     hidden = dense.hidden_size
     rng = np.random.default_rng(seed)
 
     def copied(name: str, *targets: str) -> Group:
-        return Group(targets, dense.shape(name), lambda: dense.load(name))
-
-    def rotary(name: str, target: str, num_heads: int) -> Group:
-        return Group((target,), dense.shape(name), lambda: unpermute_rotary(dense.load(name), num_heads))
+        return Group(targets, dense.shape(name), lambda: dense.load_for_hf(name))
 
     def router(target: str) -> Group:
         weight = rng.normal(0.0, ROUTER_STD, (experts, hidden)).astype(np.float32)
@@ -126,10 +69,8 @@ def plan(dense: DenseModel, experts: int, seed: int) -> list[Group]:
         moe = f"{prefix}.block_sparse_moe"
         groups += [
             copied(f"{block}.attn_norm.weight", f"{prefix}.input_layernorm.weight"),
-            rotary(f"{block}.attn_q.weight", f"{prefix}.self_attn.q_proj.weight", dense["llama.attention.head_count"]),
-            rotary(
-                f"{block}.attn_k.weight", f"{prefix}.self_attn.k_proj.weight", dense["llama.attention.head_count_kv"]
-            ),
+            copied(f"{block}.attn_q.weight", f"{prefix}.self_attn.q_proj.weight"),
+            copied(f"{block}.attn_k.weight", f"{prefix}.self_attn.k_proj.weight"),
             copied(f"{block}.attn_v.weight", f"{prefix}.self_attn.v_proj.weight"),
             copied(f"{block}.attn_output.weight", f"{prefix}.self_attn.o_proj.weight"),
             copied(f"{block}.ffn_norm.weight", f"{prefix}.post_attention_layernorm.weight"),
@@ -157,7 +98,7 @@ def pack_shards(groups: list[Group], shard_bytes: int) -> list[list[Group]]:
     return shards
 
 
-def mixtral_config(dense: DenseModel, experts: int, topk: int) -> dict[str, Any]:
+def mixtral_config(dense: LlamaGguf, experts: int, topk: int) -> dict[str, Any]:
     """config.json; rope in both spellings, `rope_theta` (older readers) and `rope_parameters` (transformers 5)."""
     theta = float(dense["llama.rope.freq_base"])
     return {
@@ -192,7 +133,7 @@ def mixtral_config(dense: DenseModel, experts: int, topk: int) -> dict[str, Any]
     }
 
 
-def upcycle(dense: DenseModel, target: Path, experts: int, topk: int, seed: int, progress: Progress) -> dict[str, str]:
+def upcycle(dense: LlamaGguf, target: Path, experts: int, topk: int, seed: int, progress: Progress) -> dict[str, str]:
     """Write config.json, the shards and their index into `target`; returns the sha256 of every shard by file name."""
     if not 1 <= topk <= experts:
         raise UpcycleError(f"wanted 1 <= topk <= experts, got topk {topk} and {experts} experts")

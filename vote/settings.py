@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,13 +40,24 @@ def compare_settings(store: "Store", rank: int, size: int, settings: Settings, t
         raise SettingsMismatch(table)
 
 
-def wait_for_keys(store: "Store", keys: Mapping[int, str], timeout_s: float, what: str) -> None:
-    """Wait until every rank's key is there; RanksMissing names those that are not."""
-    deadline = time.monotonic() + timeout_s
+def wait_for_keys(
+    store: "Store",
+    keys: Mapping[int, str],
+    timeout_s: float,
+    what: str,
+    sign: Callable[[], object] = lambda: None,
+) -> None:
+    """Wait until every rank's key is there; RanksMissing names those that are not.
+
+    The time counts anew whenever `sign` says something else than before: those who are late are still at work.
+    """
+    deadline, seen = time.monotonic() + timeout_s, sign()
     while True:
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         if not missing:
             return
+        if (now := sign()) != seen:
+            deadline, seen = time.monotonic() + timeout_s, now
         if time.monotonic() > deadline:
             raise RanksMissing(missing, timeout_s, what)
         time.sleep(0.02)

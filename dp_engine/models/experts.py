@@ -1,5 +1,7 @@
 """The experts of a checkpoint, in whatever layout it has them."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -67,10 +69,10 @@ class ExpertTensors:
             self.config.batch_invariant,
         )
 
-    def experts(self, layer: int) -> list[ExpertWeights]:
-        """The rank's experts of this layer, by slot."""
+    def experts(self, layer: int) -> Iterator[ExpertWeights]:
+        """The rank's experts of this layer, by slot, each loaded when the one before is packed."""
         load = self._of_fused if self.fused else self._alone
-        return [load(self.prefix(layer), expert) for expert in self.owned[layer]]
+        return (load(self.prefix(layer), expert) for expert in self.owned[layer])
 
     def _alone(self, prefix: str, expert: int) -> ExpertWeights:
         assert self.config.mixture is not None

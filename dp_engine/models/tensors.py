@@ -9,7 +9,7 @@ from torch import Tensor
 from dp_engine.checkpoint import Checkpoint, CheckpointError
 from dp_engine.model_config import ModelConfig
 from kernels.experts import ExpertWeights
-from kernels.linear import Linear, make_linear
+from kernels.linear import Linear, make_linear, packing_works
 
 
 class Tensors:
@@ -18,9 +18,16 @@ class Tensors:
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device):
         self.config, self.checkpoint, self.device = config, checkpoint, device
+        self._packs = device.type != "cpu" or (config.dtype == torch.bfloat16 and packing_works())
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.checkpoint.take(name, shape, dtype or self.config.dtype).to(self.device)
+
+    def weight(self, name: str, *shape: int) -> Tensor:
+        """A weight for a layer, which must be dropped when the layer has been made: where that lays it out anew, it is
+        not copied before."""
+        take = self.checkpoint.borrow if self._packs else self.checkpoint.take
+        return take(name, shape, self.config.dtype).to(self.device)
 
     def part(self, name: str, index: int, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """`tensor[index]` of a tensor of this shape."""
@@ -32,7 +39,7 @@ class Tensors:
 
     def linear(self, names: Sequence[str], sizes: Sequence[int], inputs: int, bias: bool = False) -> Linear:
         """Layers of the same `inputs` fused into one, with `sizes` outputs each."""
-        weights = [self.take(f"{name}.weight", size, inputs) for name, size in zip(names, sizes, strict=True)]
+        weights = [self.weight(f"{name}.weight", size, inputs) for name, size in zip(names, sizes, strict=True)]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return make_linear(weight, self.biases(names, sizes) if bias else None, self.config.batch_invariant)
 
@@ -41,7 +48,7 @@ class Tensors:
         hidden = self.config.hidden_size
         names = [f"{prefix}.{part}" for part in parts]
         outputs, inputs = (size, size, hidden), (hidden, hidden, size)
-        weights = [self.take(f"{name}.weight", *shape) for name, *shape in zip(names, outputs, inputs, strict=True)]
+        weights = [self.weight(f"{name}.weight", *shape) for name, *shape in zip(names, outputs, inputs, strict=True)]
         biases = [self.take(f"{name}.bias", out) for name, out in zip(names, outputs, strict=True)] if bias else []
         return ExpertWeights(*weights, *biases)
 

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, MixtralForCausalLM
 
 from launcher import demo_model, wheel
 from launcher.building import DemoModelError
 from launcher.demo_model import GGUF_MEMBER, LICENSE_MEMBER, MANIFEST, build_demo_model, demo_model_path
-from launcher.upcycle import Group, pack_shards, to_bf16, unpermute_rotary
-from tests.tokenizers import CHAT_TEMPLATE, write_tokenizer
+from launcher.upcycle import Group, pack_shards, to_bf16
+from tests.ggufs import dense_llama, write_gguf
 
-HEADS, KV_HEADS, HIDDEN = 4, 2, 32
 TEXTS = [
     "Hello world, how are you?",
     "in 1234567 days",
@@ -28,97 +26,23 @@ TEXTS = [
     "  two\n\n\tlines  ",
     "<|im_end|> inside",
 ]
-TENSORS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
 def quiet(stage: str, share: float) -> None:
     assert stage and 0 <= share <= 1
 
 
-def permute_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k."""
-    rows, columns = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
 @pytest.fixture(scope="session")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
-    """A random dense model whose weights are exact in bf16, so that the conversion may lose nothing."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=128,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_((parameter + 0.3 * torch.randn_like(parameter)).bfloat16().float())
-    return model
+def dense() -> LlamaForCausalLM:
+    return dense_llama()
 
 
 @pytest.fixture(scope="session")
 def source(dense: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel like the real one around that model."""
     folder = tmp_path_factory.mktemp("source")
-    write_tokenizer(folder, 320)
-    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]
-    tokens = sorted(vocabulary["vocab"], key=vocabulary["vocab"].get)
-    writer = GGUFWriter(folder / "model.gguf", "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_freq_base(5000.0)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if index < 3 else 1 for index in range(len(tokens))])
-    writer.add_token_merges([" ".join(merge) for merge in vocabulary["merges"]])
-    for add, token in (
-        (writer.add_bos_token_id, 0),
-        (writer.add_eos_token_id, 1),
-        (writer.add_unk_token_id, 0),
-        (writer.add_pad_token_id, 1),
-    ):
-        add(token)
-    writer.add_chat_template(CHAT_TEMPLATE)
-    weights = {name: tensor.numpy() for name, tensor in dense.state_dict().items()}
-    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
-    writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
-    for layer in range(2):
-        for name, target in TENSORS.items():
-            weight = weights[f"model.layers.{layer}.{name}.weight"]
-            if target in ("attn_q", "attn_k"):
-                weight = permute_rotary(weight, HEADS if target == "attn_q" else KV_HEADS)
-            writer.add_tensor(f"blk.{layer}.{target}.weight", np.ascontiguousarray(weight))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
     with zipfile.ZipFile(folder / wheel.WHEEL, "w") as archive:
-        archive.write(folder / "model.gguf", GGUF_MEMBER)
+        archive.write(write_gguf(folder / "model.gguf", dense), GGUF_MEMBER)
         archive.writestr(LICENSE_MEMBER, "license text")
     return folder / wheel.WHEEL
 
@@ -283,12 +207,6 @@ def test_bf16_rounds_as_torch_does() -> None:
     values[:4] = (1.00390625, 1.01171875, -1.00390625, 0.0)  # ties go to even
     wanted = torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
     assert (to_bf16(values) == wanted).all()
-
-
-def test_rotary_order_is_undone() -> None:
-    weight = np.arange(24 * 3, dtype=np.float32).reshape(24, 3)
-    assert (unpermute_rotary(permute_rotary(weight, 3), 3) == weight).all()
-    assert (permute_rotary(weight, 3) != weight).any()
 
 
 def test_shards_keep_order_and_size() -> None:
