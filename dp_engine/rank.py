@@ -26,13 +26,13 @@ from dp_engine.runner import ModelRunner, max_step_tokens
 from dp_engine.spec import RankSpec
 from dp_engine.worker import make_worker
 from ep.config import ExpertConfig
-from ep.dispatch import make_dispatcher
+from ep.dispatch import Dispatcher, make_dispatcher
 from ep.placement import Placements
 from ep.rebalance import Rebalancer
 from vote.ballot import PROTOCOL_VERSION
 from vote.errors import LockstepBroken, VoteError
 from vote.group import Groups
-from vote.observers import ObserverKeys, ObserverProcess, gather_observers
+from vote.observers import ObserverKeys, ObserverProcess, Observers, gather_observers
 from vote.protocol import StepProtocol
 from vote.recorder import Recorder
 from vote.settings import Settings, compare_settings, digest, wait_for_keys
@@ -129,41 +129,9 @@ def _join(
     config = ModelConfig.load(Path(spec.model_dir), spec.engine)
     num_blocks = num_blocks_for(config, spec.engine)
     settings = gang_settings(spec, config, config.digest, num_blocks)
-    if store is not None:
-        compare_settings(store, spec.rank, spec.world_size, settings, spec.start_timeout_s)
-    observers = gather_observers(
-        observer, store, spec.rank, spec.world_size, _observer_keys(spec), spec.start_timeout_s
-    )
-    placements = place_experts(config, spec.world_size, spec.experts)
-    if placements.layers:
-        groups.connect(
-            store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device, host=spec.host,
-            secret=spec.keys.client_secret.encode(), timeout_s=spec.vote.control_timeout_s,
-        )  # fmt: skip
-    else:
-        recorder.votes_alone()  # without experts the ranks share nothing that they would have to keep step for
-    dispatcher = make_dispatcher(
-        spec.experts.backend if placements.layers else "local",
-        placements,
-        spec.rank,
-        spec.world_size,
-        groups.data,
-        device,
-        recorder.data,
-        max_tokens=max_step_tokens(spec.engine),
-        timeout_s=spec.vote.control_timeout_s,
-        exact_combine=spec.experts.exact_combine,
-    )
-    groups.leave_too(dispatcher.close)
-    started = time.monotonic()
-    loading = LoadingReports(link, store)
-    runner = ModelRunner.load(Path(spec.model_dir), spec.engine, dispatcher, device, log.info, loading.on_bytes)
-    loading.close()
-    log.info("loaded in %.1f s on %s, %d threads", time.monotonic() - started, device, spec.threads)
-    if store is not None:
-        store.set(f"loaded/{spec.rank}", "")
-        keys = {rank: f"loaded/{rank}" for rank in range(spec.world_size)}
-        wait_for_keys(store, keys, spec.start_timeout_s, "the end of loading", lambda: num_reports(store))
+    observers = _meet(spec, store, settings, observer)
+    dispatcher = _connect(spec, store, place_experts(config, spec.world_size, spec.experts), device, recorder, groups)
+    runner = _load(spec, store, link, dispatcher)
     runner.warm_up()
     counters = StepCounters()
     rebalancer = Rebalancer(runner.moe_layers, dispatcher, groups.data, spec.experts)
@@ -176,6 +144,66 @@ def _join(
         on_ballot=counters.count_ballot,
     )  # fmt: skip
     scheduler = make_scheduler(spec.engine, num_blocks, config.max_model_len, config.eos_token_ids)
+    _introduce(spec, link, num_blocks, config.max_model_len, observer.address)
+    compiler = GrammarCompiler(lambda: Vocabulary.load(Path(spec.model_dir), config.vocab_size, config.eos_token_ids))
+    return Engine(
+        link, protocol, scheduler, worker, counters,
+        mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control,
+        chaos=Chaos(link, scheduler) if spec.chaos else None, compiler=compiler, rebalancer=rebalancer,
+    )  # fmt: skip
+
+
+def _meet(spec: RankSpec, store: dist.Store | None, settings: Settings, observer: ObserverProcess) -> Observers | None:
+    """All ranks are there and have the same settings. Returns their observers; a gang of one has none."""
+    if store is not None:
+        compare_settings(store, spec.rank, spec.world_size, settings, spec.start_timeout_s)
+    return gather_observers(observer, store, spec.rank, spec.world_size, _observer_keys(spec), spec.start_timeout_s)
+
+
+def _connect(
+    spec: RankSpec,
+    store: dist.Store | None,
+    placements: Placements,
+    device: torch.device,
+    recorder: Recorder,
+    groups: Groups,
+) -> Dispatcher:
+    """Join the groups, and make what carries tokens over them."""
+    if placements.layers:
+        groups.connect(
+            store, spec.rank, spec.world_size, control=spec.vote.control_backend, device=device, host=spec.host,
+            secret=spec.keys.client_secret.encode(), timeout_s=spec.vote.control_timeout_s,
+        )  # fmt: skip
+    else:
+        recorder.votes_alone()  # without experts the ranks share nothing that they would have to keep step for
+    dispatcher = make_dispatcher(
+        spec.experts.backend if placements.layers else "local",
+        placements, spec.rank, spec.world_size, groups.data, device, recorder.data,
+        max_tokens=max_step_tokens(spec.engine),
+        timeout_s=spec.vote.control_timeout_s,
+        exact_combine=spec.experts.exact_combine,
+    )  # fmt: skip
+    groups.leave_too(dispatcher.close)
+    return dispatcher
+
+
+def _load(spec: RankSpec, store: dist.Store | None, link: Link, dispatcher: Dispatcher) -> ModelRunner:
+    """Load this rank's share of the checkpoint, and wait until all have theirs."""
+    started = time.monotonic()
+    loading = LoadingReports(link, store)
+    device = dispatcher.device
+    runner = ModelRunner.load(Path(spec.model_dir), spec.engine, dispatcher, device, log.info, loading.on_bytes)
+    loading.close()
+    log.info("loaded in %.1f s on %s, %d threads", time.monotonic() - started, device, spec.threads)
+    if store is not None:
+        store.set(f"loaded/{spec.rank}", "")
+        keys = {rank: f"loaded/{rank}" for rank in range(spec.world_size)}
+        wait_for_keys(store, keys, spec.start_timeout_s, "the end of loading", lambda: num_reports(store))
+    return runner
+
+
+def _introduce(spec: RankSpec, link: Link, num_blocks: int, max_model_len: int, observer: str) -> None:
+    """Say Hello to the router, and wait for its answer."""
     link.send(
         messages.Hello(
             protocol=messages.PROTOCOL_VERSION,
@@ -185,17 +213,11 @@ def _join(
             world_size=spec.world_size,
             pid=os.getpid(),
             num_blocks=num_blocks - 1,
-            max_model_len=config.max_model_len,
-            observer=observer.address,
+            max_model_len=max_model_len,
+            observer=observer,
         )
     )
     link.wait_welcome(spec.start_timeout_s)
-    compiler = GrammarCompiler(lambda: Vocabulary.load(Path(spec.model_dir), config.vocab_size, config.eos_token_ids))
-    return Engine(
-        link, protocol, scheduler, worker, counters,
-        mixed=mixed, overlap=spec.engine.overlap, ring=recorder.control,
-        chaos=Chaos(link, scheduler) if spec.chaos else None, compiler=compiler, rebalancer=rebalancer,
-    )  # fmt: skip
 
 
 def place_experts(config: ModelConfig, world_size: int, experts: ExpertConfig) -> Placements:
