@@ -143,9 +143,9 @@ class WorldRank:
         self._submit = self.worker.submit
         self.worker.submit = self._note_and_submit  # type: ignore[method-assign]
 
-    def _note_and_submit(self, batch: Batch, step: int) -> None:
+    def _note_and_submit(self, batch: Batch, step: int, rebalance: bool) -> None:
         self.issued.append(Issued(batch.step_type.value, len(batch), self._standing()))
-        self._submit(batch, step)
+        self._submit(batch, step, rebalance)
 
     def _standing(self) -> Standing:
         scheduler = self.world.scheduler
