@@ -1,5 +1,6 @@
 """The bar that fills while the ranks load: bytes of all of them together."""
 
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from dp_engine.messages import Loading
@@ -42,7 +43,7 @@ class LoadingBar:
             if self._shown < quarter <= percent:
                 self._shown = quarter
                 if not self._voice.console.is_terminal:
-                    self._voice.stage(f"loading the model: {quarter} % of {total / 1e9:.1f} GB")
+                    self._voice.stage(f"loading the model: {quarter} % of {decimal(total)}")
 
     def _draw(self, done: int, total: int) -> None:
         if self._bar is None:
