@@ -7,6 +7,7 @@ import pytest
 USE_EVERY_CORE = tuple(Path(__file__).parent / folder for folder in ("serve", "cluster"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before the marks are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Servers and clusters use every core: their tests run on one worker, one after the other."""
     for item in items:
