@@ -25,8 +25,9 @@ class RayCluster:
         self.address: str = self._cluster.address
 
     def lose(self, node: Any) -> None:
-        """Kill a raylet, as a host that goes down does."""
-        self._cluster.remove_node(node, allow_graceful=False)
+        """Kill a raylet, as a host that goes down does. One that is lost already stays so."""
+        if node in self._cluster.list_all_nodes():
+            self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self) -> None:
         for node in reversed(self._cluster.list_all_nodes()):  # the head last

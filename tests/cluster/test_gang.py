@@ -310,6 +310,7 @@ def test_a_lost_node_ends_the_gang_and_the_next_life_is_elsewhere(cluster: RayCl
 
 def test_a_place_that_is_gone_for_good_is_an_error_in_time(cluster: RayCluster) -> None:
     """Two nodes are left: three ranks on a node each cannot be placed any more."""
+    cluster.lose(cluster.last)
     cfg: Any = config(cluster, "dp=3", "ray.strategy=STRICT_SPREAD", "ray.placement_timeout_s=2")
     with pytest.raises(ConfigError, match="wanted 3 CPU"):
         asyncio.run(Placement(cfg, 0).reserve())
