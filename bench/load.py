@@ -4,7 +4,7 @@
     python -m bench.load --gb 10 --dir DIR   10 GB, kept in DIR and used again
 
 A random Mixtral in bf16 is written; then, in turns, processes side by side (a) read the ranges of the files that ranks
-own with plain reads into a small buffer, and (b) load the model as ranks do. Cold: the files' pages were dropped
+own with plain reads into memory that they keep, and (b) load the model as ranks do. Cold: the files' pages were dropped
 before; warm: they are in memory. The table goes to stderr, JSON to stdout. Exit code 1: a cold load took more than 1.5
 times the read, or a rank's own memory came to more than its bytes and 1 GB. What all ranks own (dense layers) is read
 from disk once and from memory by the others, in both.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from dp_engine.checkpoint import Checkpoint
@@ -82,23 +83,26 @@ def _rank(what: str, model_dir: Path, rank: int, size: int, threads: int, barrie
     with Peak() as peak:
         began, cpu = time.monotonic(), time.process_time()
         if what == "read":
-            _read(sorted(spans))
+            held: Any = _read(sorted(spans))
         else:
-            runner = ModelRunner.load(model_dir, engine, Nowhere(placements, rank, CPU), CPU, lambda line: None)
+            held = ModelRunner.load(model_dir, engine, Nowhere(placements, rank, CPU), CPU, lambda line: None)
         ended, cpu_s = time.monotonic(), time.process_time() - cpu
     queue.put(Outcome(began, ended, cpu_s, sum(end - begin for _, begin, end in spans), peak.bytes))
-    if what == "load":
-        del runner
+    del held
 
 
-def _read(spans: list[tuple[Path, int, int]]) -> None:
-    buffer = memoryview(bytearray(READ_BYTES))
+def _read(spans: list[tuple[Path, int, int]]) -> list[np.ndarray]:
+    """Into new memory, which is kept: whoever loads needs as much."""
+    kept = []
     files = {path: os.open(path, os.O_RDONLY) for path, _, _ in spans}
     for path, begin, end in spans:
-        while begin < end:
-            begin += os.preadv(files[path], [buffer[: end - begin]], begin)
+        kept.append(np.empty(end - begin, np.uint8))
+        rest = memoryview(kept[-1].data)
+        while rest:
+            rest = rest[os.preadv(files[path], [rest[:READ_BYTES]], end - len(rest)) :]
     for file in files.values():
         os.close(file)
+    return kept
 
 
 class Peak:
