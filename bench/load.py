@@ -3,7 +3,7 @@
     python -m bench.load                     1 GB, written to a temporary directory
     python -m bench.load --gb 10 --dir DIR   10 GB, kept in DIR and used again
 
-A random Mixtral in bf16 is written; then, in turns, processes side by side (a) read the ranges of the files that ranks
+A random Mixtral is written; then, in turns, processes side by side (a) read the ranges of the files that ranks
 own with plain reads into memory that they keep, and (b) load the model as ranks do. Cold: the files' pages were dropped
 before; warm: they are in memory. The table goes to stderr, JSON to stdout. Exit code 1: a cold load took more than 1.5
 times the read, or a rank's own memory came to more than its bytes and 1 GB. What all ranks own (dense layers) is read
@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.load_checkpoint import drop_pages, write_checkpoint
+from bench.load_checkpoint import STORED, drop_pages, write_checkpoint
 from bench.load_ranks import Outcome, run_ranks
 
 MOST_RATIO = 1.5
@@ -47,6 +47,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m bench.load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gb", type=float, default=1.0, help="size of the checkpoint")
+    parser.add_argument("--dtype", choices=STORED, default="bfloat16", help="of the checkpoint, and of the engine")
     parser.add_argument("--dp", type=int, default=4, metavar="N", help="ranks")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
@@ -106,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model_dir = arguments.dir or Path(scratch)
         if not (model_dir / "config.json").exists():
-            write_checkpoint(model_dir, arguments.gb)
+            write_checkpoint(model_dir, arguments.gb, arguments.dtype)
         results = measure(model_dir, arguments)
     Console(stderr=True).print(table(results))
     print(json.dumps([asdict(row) for row in results]))

@@ -13,9 +13,10 @@ import numpy as np
 HIDDEN, INNER, EXPERTS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2048, 7168, 8, 16, 4, 128, 32000
 SHARD_BYTES = 2_000_000_000
 _PIECE = 8 << 20
+STORED = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}  # name and bytes of a number
 
 
-def config(layers: int) -> dict[str, Any]:
+def config(layers: int, dtype: str) -> dict[str, Any]:
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -34,7 +35,7 @@ def config(layers: int) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": dtype,
     }
 
 
@@ -56,16 +57,17 @@ def shapes(layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (VOCAB, HIDDEN)
 
 
-def num_layers(gb: float) -> int:
+def num_layers(gb: float, dtype: str) -> int:
     """So that the checkpoint comes close to this size; at least one."""
-    size = [sum(2 * math.prod(shape) for _, shape in shapes(layers)) for layers in (0, 1)]
+    itemsize = STORED[dtype][1]
+    size = [sum(itemsize * math.prod(shape) for _, shape in shapes(layers)) for layers in (0, 1)]
     return max(1, round((gb * 1e9 - size[0]) / (size[1] - size[0])))
 
 
-def write_checkpoint(directory: Path, gb: float) -> None:
+def write_checkpoint(directory: Path, gb: float, dtype: str = "bfloat16") -> None:
     """config.json, shards, index. The values repeat themselves after 8 MB: the disk does not care."""
     directory.mkdir(parents=True, exist_ok=True)
-    layers = num_layers(gb)
+    layers, (_, itemsize) = num_layers(gb, dtype), STORED[dtype]
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     size = 0
     for name, shape in shapes(layers):
@@ -73,23 +75,24 @@ def write_checkpoint(directory: Path, gb: float) -> None:
             shards.append([])
             size = 0
         shards[-1].append((name, shape))
-        size += 2 * math.prod(shape)
-    values = np.random.default_rng(0).normal(0, 0.02, _PIECE // 2).astype(np.float32)
-    piece = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        size += itemsize * math.prod(shape)
+    values = np.random.default_rng(0).normal(0, 0.02, _PIECE // itemsize).astype(np.float32)
+    piece = values.tobytes() if itemsize == 4 else (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map.update(dict.fromkeys((name for name, _ in shard), file))
-        _write_shard(directory / file, shard, piece)
+        _write_shard(directory / file, shard, dtype, piece)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (directory / "config.json").write_text(json.dumps(config(layers)))  # last: it says that all is there
+    (directory / "config.json").write_text(json.dumps(config(layers, dtype)))  # last: it says that all is there
 
 
-def _write_shard(path: Path, tensors: list[tuple[str, tuple[int, ...]]], piece: bytes) -> None:
+def _write_shard(path: Path, tensors: list[tuple[str, tuple[int, ...]]], dtype: str, piece: bytes) -> None:
     header, at = {}, 0
+    stored, itemsize = STORED[dtype]
     for name, shape in tensors:
-        end = at + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}
+        end = at + itemsize * math.prod(shape)
+        header[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
