@@ -8,12 +8,14 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass
+from math import ceil
 
 from launcher.death import Death
 from launcher.gang_link import GangLink
 from vote.report import Sighting, Sightings, culprits, culprits_by_state
 
 LOOKS_PER_TIMEOUT = 4
+TELL_S = 3.0  # more, for ranks that are awake: after the time-out they tell it themselves, and more of it
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ def alarm(before: Look, now: Look) -> Death | None:
         reason = f"all ranks sleep although they have {now.owed} requests to compute: messages were lost"
         return Death(reason, innocent=True)
     return None
+
+
+def patience(timeout_s: float, seen: Sightings) -> float:
+    """How long something must have been wrong."""
+    awake = any(sighting and sighting.state == "running" and sighting.asleep is None for sighting in seen.values())
+    return timeout_s + TELL_S if awake else timeout_s
 
 
 def _words(blamed: dict[int, str]) -> str:
@@ -71,15 +79,17 @@ class Watch:
         """timeout_s: the ranks' control time-out."""
         self._link = link
         self._timeout_s = timeout_s
-        self._looks: deque[Look] = deque(maxlen=2 * LOOKS_PER_TIMEOUT)
+        self._every_s = timeout_s / LOOKS_PER_TIMEOUT
+        self._looks: deque[Look] = deque(maxlen=ceil((timeout_s + TELL_S) / self._every_s) + 2)
 
     async def wait(self) -> Death:
-        """Returns when something is wrong that goes on for a control time-out."""
+        """Returns when something is wrong that goes on for a control time-out, or what `patience` adds to it."""
         while True:
-            await asyncio.sleep(self._timeout_s / LOOKS_PER_TIMEOUT)
+            await asyncio.sleep(self._every_s)
             seen = await asyncio.to_thread(self._link.observers().look, 4)
             now = Look(time.monotonic(), seen, 0 if self._link.roster.paused != "none" else len(self._link.books))
             self._looks.append(now)
-            earlier = [look for look in self._looks if now.at - look.at >= self._timeout_s]
+            patience_s = patience(self._timeout_s, seen)
+            earlier = [look for look in self._looks if now.at - look.at >= patience_s]
             if earlier and (death := alarm(earlier[-1], now)) is not None:
                 return death

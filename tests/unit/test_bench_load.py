@@ -31,7 +31,7 @@ def test_what_must_hold(cache: str, ratio: float, surplus: float, expected: bool
 
 def test_the_size_is_what_was_asked_for() -> None:
     assert [load_checkpoint.num_layers(gb, "bfloat16") for gb in (0.1, 1, 10)] == [1, 1, 13]
-    assert load_checkpoint.num_layers(10, "float32") == 6
+    assert load_checkpoint.num_layers(10, "float32") == 7
 
 
 def test_the_peak_is_the_most_that_was_seen_above_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

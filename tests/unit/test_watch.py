@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from launcher.watch import Look, alarm
+from launcher.watch import TELL_S, Look, alarm, patience
 from tests.unit.test_report import BEFORE, WAITS, Entry, seen
 
 SLEEP = Entry("sleep", 7, 0, 0, 982.0)
@@ -55,3 +55,9 @@ def test_all_sleep_although_there_is_work() -> None:
     assert death is not None and death.innocent
     assert death.reason == "all ranks sleep although they have 3 requests to compute: messages were lost"
     assert alarm(look(0, *ranks, owed=0), look(30, *ranks, owed=3)) is None
+
+
+def test_ranks_that_are_awake_may_tell_it_themselves() -> None:
+    stopped = seen(1, SLEEP, state="stopped")
+    assert patience(4, {0: seen(0, SLEEP), 1: stopped, 2: None}) == 4
+    assert patience(4, {0: seen(0, *WAITS), 1: stopped}) == 4 + TELL_S
