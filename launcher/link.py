@@ -169,5 +169,7 @@ class RankLink:
         self._monitor.close()
         socket.close()
         self._authenticator.stop()
-        await asyncio.sleep(0)  # lets the authenticator's cancelled task end before its context goes
-        self._context.term()
+        try:
+            await asyncio.sleep(0)  # lets the authenticator's cancelled task end before its context goes
+        finally:
+            self._context.term()

@@ -134,8 +134,12 @@ class Supervisor:
         """End what is running and give the resources back."""
         for chore in self._chores:
             chore.cancel()
+        if self._chores:
+            await asyncio.wait(self._chores, timeout=REMAINS_S)
         gangs = [self._spare, self._life.gang if self._life is not None else None]
         await asyncio.gather(*(gang.kill() for gang in gangs if gang is not None))
+        if self._life is not None:
+            await self._life.link.close()
         await self._placement.release()
 
     @property
@@ -287,10 +291,12 @@ class Supervisor:
 
     async def _keep(self, link: GangLink, death: Death, carried: int, seen: Sightings) -> None:
         """Write down what there is to keep; meanwhile the next gang starts."""
-        folder = await asyncio.to_thread(self._crashes.write, link, death, carried, seen)
-        if folder is not None:
-            self._voice.stage(f"crash report in {folder}")
-        await link.close()
+        try:
+            folder = await asyncio.to_thread(self._crashes.write, link, death, carried, seen)
+            if folder is not None:
+                self._voice.stage(f"crash report in {folder}")
+        finally:
+            await link.close()
 
     def _do(self, chore: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(chore)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -130,6 +131,27 @@ def reports(directory: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("failures", "seconds"), [(0, 0), (1, 1), (2, 2), (3, 4), (5, 16), (6, 30), (999, 30)])
 def test_backoff(failures: int, seconds: float) -> None:
     assert backoff(failures, 1.0, 30.0) == seconds
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_no_link_is_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Also when the supervisor leaves while a life is being buried."""
+    monkeypatch.setattr("launcher.crashes.CrashReports.write", lambda *_: time.sleep(0.5))
+    links: list[GangLink] = []
+
+    async def test() -> None:
+        async with supervised(tmp_path) as (router, _, _):
+            link = router.replicas[0].link
+            assert link is not None
+            links.append(link)
+            FakeGang.lives[0].end("died: killed", 1, "killed")
+            await until(lambda: router.replicas[0].link is not link)
+            await asyncio.sleep(seconds / 2)
+            if (second := router.replicas[0].link) is not None:
+                links.append(second)
+
+    run(test)
+    assert all(link._link._context.closed for link in links)
 
 
 def test_a_gang_that_ends_is_started_again_and_its_requests_go_on(tmp_path: Path) -> None:
