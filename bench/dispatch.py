@@ -12,7 +12,6 @@ FILE` keeps the figures. Exit code 1: a run went wrong, or it does not hold; 2: 
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gang import GangFailed, in_turns, on_all
+from bench.verdict import conclude
 
 RANKS = (2, 4)
 WIDTHS = (576, 2048)
@@ -165,14 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     except GangFailed as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    Console().print(table(report))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    found = failures(report)
-    for line in found:
-        print(f"bench: {line}", file=sys.stderr)
-    return int(bool(found))
+    return conclude(report, table(report), arguments.json, failures(report))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ the figures. Exit code 1: a run went wrong, or something does not hold; 2: wrong
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -30,6 +29,7 @@ from rich.table import Table
 
 from bench import servers
 from bench.gang import GangFailed
+from bench.verdict import conclude
 from bench.vote_gang import BallotCost, measure_ballots, recorder_ns
 from bench.vote_share import Share, measure_share
 
@@ -130,14 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     except (GangFailed, servers.ServerFailed) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    Console().print(table(report))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    found = failures(report)
-    for line in found:
-        print(f"bench: {line}", file=sys.stderr)
-    return int(bool(found))
+    return conclude(report, table(report), arguments.json, failures(report))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""What server and cluster tests share."""
+"""What tests share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,3 +23,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     target = tmp_path_factory.mktemp("checkpoint") / "tiny"
     return write_mixtral(target, with_tokenizer=True, max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As on the ranks: with more, matrix products are cut differently and end in other last bits."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,7 +1,6 @@
 """Experts over several ranks: bit for bit what one rank computes, whatever the ranks hold."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +22,7 @@ HIDDEN, INNER, TOP_K = 32, 48, 2
 SPARE = {"tokens": 1 << 60, "rows": -(1 << 60)}  # bytes to spare that make tokens travel whole, or rows alone
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As on the ranks: with more, matrix products are cut differently and end in other last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """`engine.batch_invariant`: a token's logits have the same bits alone and beside others, however prompts are cut,
 computed again after a preemption, and on every rank of gangs of any size."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,7 @@ DTYPES = ("float32", "bfloat16")
 Logits = dict[tuple[str, str], list[Tensor]]  # by family and dtype, of each text: [length, vocab]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The same bits for a row whatever is computed with it: products, experts, attention, and what torch gives as it is."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -28,12 +28,7 @@ seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from(DTYPES)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def assert_rows_are_their_own(function: Callable[..., Tensor], *inputs: Tensor, picks: int = 4) -> None:

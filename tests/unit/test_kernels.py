@@ -1,7 +1,5 @@
 """Kernels against plain torch written for the eye."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -31,12 +29,7 @@ from tests.paged import Paged, attention_by_hand, lengths
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
