@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kernels import amx
+from kernels import strips
 from kernels.expert_weights import Activation, ExpertWeights, Source, swiglu_oai
 from kernels.linear import InvariantLinear, PackedLinear
 
@@ -88,20 +88,20 @@ class GroupedExperts:
         return GroupedExperts(experts, self.activation, self.invariant)
 
 
-Experts: TypeAlias = "amx.AmxExperts | GroupedExperts"
+Experts: TypeAlias = "strips.StripExperts | GroupedExperts"
 
 
 def make_experts(weights: Iterable[ExpertWeights], activation: Activation = "silu", invariant: bool = False) -> Experts:
     """The fastest experts for these weights here, by slot; there may be none. All have the same shapes and types. Each
     is packed before the next is asked for, so that an iterator need not have them all in memory.
 
-    invariant: each row's result has the same bits whatever rows are computed with it. On AMX tiles that is always so.
+    invariant: each row's result has the same bits whatever rows are computed with it. In strips that is always so.
     """
     remaining = iter(weights)
     for first in remaining:
         every = chain([first], remaining)
-        if amx.usable(*first.tensors()):
-            return amx.AmxExperts(every, activation)
+        if strips.usable(*first.tensors()):
+            return strips.StripExperts(every, activation)
         return GroupedExperts([Expert.of(expert, activation, invariant) for expert in every], activation, invariant)
     return GroupedExperts([], activation, invariant)
 

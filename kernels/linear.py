@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import amx, invariance
+from kernels import invariance, strips
 from kernels.invariance import FixedRows
 
 
@@ -152,14 +152,14 @@ def _proved(
     return invariance.prove(getattr(layer, method), *inputs, most=invariance.MOST_WORK // (outer * inner))
 
 
-Linear: TypeAlias = "amx.AmxLinear | PackedLinear | InvariantLinear"
+Linear: TypeAlias = "strips.StripLinear | PackedLinear | InvariantLinear"
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None, invariant: bool = False) -> Linear:
-    """The fastest layer for this weight [out, in] here: AMX tiles, oneDNN, or plain `F.linear`.
+    """The fastest layer for this weight [out, in] here: strips, oneDNN, or plain `F.linear`.
 
-    invariant: each row's result has the same bits whatever rows are computed with it. On AMX tiles that is always so.
+    invariant: each row's result has the same bits whatever rows are computed with it. In strips that is always so.
     """
-    if amx.usable(weight) and (bias is None or amx.usable(bias)):
-        return amx.AmxLinear(weight, bias)
+    if strips.usable(weight) and (bias is None or strips.usable(bias)):
+        return strips.StripLinear(weight, bias)
     return InvariantLinear(weight, bias) if invariant else PackedLinear(weight, bias)

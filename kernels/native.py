@@ -11,15 +11,34 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("amx.c")
-CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16")
-_FEATURES = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
-COMPILER_FLAGS = ("-O3", "-shared", "-fPIC", *_FEATURES)
+SOURCE = Path(__file__).with_name("strips.c")
+COMPILER_FLAGS = ("-O3", "-shared", "-fPIC")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to compile the source, and what the CPU must have for it, in /proc/cpuinfo's words."""
+
+    name: str
+    cpu_flags: tuple[str, ...]
+
+    @property
+    def compiler_flags(self) -> tuple[str, ...]:
+        """The compiler's words are -mavx512bf16, -mamx-tile."""
+        words = (flag.replace("avx512_", "avx512").replace("_", "-") for flag in self.cpu_flags)
+        return (*COMPILER_FLAGS, *(f"-m{word}" for word in words))
+
+
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
+AVX512 = Variant("avx512", _AVX512)
+AMX = Variant("amx", (*_AVX512, "amx_tile", "amx_bf16"))
+VARIANTS = (AMX, AVX512)  # the best first
 
 
 def cache_dir() -> Path:
@@ -30,61 +49,81 @@ def cache_dir() -> Path:
 
 
 @cache
-def amx() -> ctypes.CDLL | None:
-    """The library of amx.c, or None if this machine cannot have it; the log says why."""
-    if reason := _unfit():
-        log.info("no AMX kernels: %s", reason)
-        return None
-    try:
-        library = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning("no AMX kernels, oneDNN's are used: %s", _words(error))
-        return None
-    _declare(library)
-    if library.phalanx_amx_init() != 0:
-        log.info("no AMX kernels: the system does not grant AMX tiles to this process")
-        return None
+def strips() -> ctypes.CDLL | None:
+    """The library of strips.c in the best variant, or None if this machine cannot have it; the log says why."""
+    for variant in VARIANTS:
+        if reason := _unfit(variant):
+            log.info("no %s kernels: %s", variant.name, reason)
+            continue
+        try:
+            library = load(_compiled(variant))
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("no %s kernels: %s", variant.name, _words(error))
+            continue
+        if library.phalanx_init() == 0:
+            return library
+        log.info("no %s kernels: the system does not grant them to this process", variant.name)
+    return None
+
+
+def loaded() -> ctypes.CDLL:
+    """The library, where `strips` was seen to give it."""
+    library = strips()
+    assert library is not None
     return library
 
 
-def _unfit() -> str | None:
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return f"{platform.system()} on {platform.machine()}"
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    missing = [flag for flag in CPU_FLAGS if flag not in flags]
-    return f"the CPU lacks {', '.join(missing)}" if missing else None
-
-
-def _compiled() -> Path:
-    """Path of the shared library. Ranks that start together may both compile it; the last one's file stays, whole."""
-    text = SOURCE.read_bytes()
-    name = hashlib.sha256(text + " ".join(COMPILER_FLAGS).encode()).hexdigest()[:16]
-    target = cache_dir() / "kernels" / f"amx-{name}.so"
-    if target.exists():
-        return target
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise OSError("there is no C compiler (cc, gcc or clang)")
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        command = [compiler, *COMPILER_FLAGS, "-o", str(made), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
-        made.replace(target)
-    return target
-
-
-def _declare(library: ctypes.CDLL) -> None:
+def load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
     pointer, number = ctypes.c_void_p, ctypes.c_long
-    library.phalanx_amx_init.restype = ctypes.c_int
+    library.phalanx_init.restype = ctypes.c_int
     signatures = {
+        "pack": [pointer, pointer, *[number] * 4, pointer],
         "linear": [pointer, number, number, pointer, number, number, pointer, pointer, pointer],
         "experts": [pointer, pointer, number, *[pointer] * 4, number, number, ctypes.c_int, pointer, pointer],
     }
     for name, types in signatures.items():
-        function = getattr(library, f"phalanx_amx_{name}")
+        function = getattr(library, f"phalanx_{name}")
         function.argtypes, function.restype = types, None
+    return library
+
+
+def missing_flags(variant: Variant) -> list[str]:
+    """What this machine's CPU lacks for it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return [flag for flag in variant.cpu_flags if flag not in flags]
+
+
+def compile_to(target: Path, variant: Variant, *options: str) -> None:
+    """Raises OSError without a compiler, subprocess.SubprocessError for one that fails."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise OSError("there is no C compiler (cc, gcc or clang)")
+    command = [compiler, *variant.compiler_flags, *options, "-o", str(target), str(SOURCE)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+def _unfit(variant: Variant) -> str | None:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"{platform.system()} on {platform.machine()}"
+    missing = missing_flags(variant)
+    return f"the CPU lacks {', '.join(missing)}" if missing else None
+
+
+def _compiled(variant: Variant) -> Path:
+    """Path of the shared library. Ranks that start together may both compile it; the last one's file stays, whole."""
+    text = SOURCE.read_bytes()
+    name = hashlib.sha256(text + " ".join(variant.compiler_flags).encode()).hexdigest()[:16]
+    target = cache_dir() / "kernels" / f"{variant.name}-{name}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        compile_to(made, variant)
+        made.replace(target)
+    return target
 
 
 def _words(error: Exception) -> str:

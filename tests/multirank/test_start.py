@@ -156,12 +156,12 @@ def test_a_rank_that_does_not_come_is_named(refused: dict[int, tuple[dict[str, T
 
 
 def test_code_is_known_by_its_sources(tmp_path: Path) -> None:
-    for name in ("dp_engine/rank.py", "vote/ballot.py", "ep/placement.py", "kernels/amx.c", "launcher/cli.py"):
+    for name in ("dp_engine/rank.py", "vote/ballot.py", "ep/placement.py", "kernels/strips.c", "launcher/cli.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name)
     with patch("dp_engine.rank.__file__", str(tmp_path / "dp_engine/rank.py")):
         seen = [rank_module.code_digest()]
-        for name in ("vote/ballot.py", "kernels/amx.c", "ep/new.py"):
+        for name in ("vote/ballot.py", "kernels/strips.c", "ep/new.py"):
             (tmp_path / name).write_text("changed")
             seen.append(rank_module.code_digest())
         for name in ("launcher/cli.py", "vote/ballot.pyc", "vote/README.md"):  # not of a rank's code

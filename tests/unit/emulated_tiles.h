@@ -1,4 +1,4 @@
-/* AMX tile instructions in plain C, to run kernels/amx.c on CPUs without them: -include it before the source. */
+/* AMX tile instructions in plain C, to run kernels/strips.c on CPUs without them: -include it before the source. */
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>

@@ -9,7 +9,7 @@ from launcher.config import ConfigError
 from launcher.environment import ROOT
 from launcher.package import CARRIED, LIMIT_BYTES, collect
 
-TRAVELS = ("pyproject.toml", "launcher/serve.py", "configs/demo.yaml", "kernels/amx.c", "bench/builds.py")
+TRAVELS = ("pyproject.toml", "launcher/serve.py", "configs/demo.yaml", "kernels/strips.c", "bench/builds.py")
 STAYS = (
     ".git/objects/pack", ".gitignore", ".venv/bin/python", "venv/bin/python", ".ci/run", ".env",
     "launcher/__pycache__/serve.cpython-311.pyc", "launcher/stray.pyc", ".pytest_cache/v", "build/lib/x.py",
@@ -50,7 +50,7 @@ def test_links_travel_only_if_they_stay_inside(checkout: Path, tmp_path: Path) -
 def test_this_checkout_travels_and_is_small() -> None:
     package = collect(ROOT, ROOT / "configs" / "demo.yaml")
     found = {name for name, _ in package.files}
-    assert {"launcher/__main__.py", "kernels/amx.c", "vote/ballot.py", "dp_engine/rank.py", "ep/placement.py"} <= found
+    assert {"launcher/__main__.py", "kernels/strips.c", "vote/ballot.py", "dp_engine/rank.py", "ep/placement.py"} <= found
     assert package.config == "configs/demo.yaml"
     assert package.size < LIMIT_BYTES / 4
 

@@ -1,4 +1,4 @@
-"""Linear layers and experts on AMX tiles (kernels/amx.c). One thread; bf16 on the CPU.
+"""Linear layers and experts over weights packed in strips (kernels/strips.c). One thread; bf16 on the CPU.
 
 A row's sums are its own, in an order that knows neither its place nor the other rows: all of this is batch invariant.
 """
@@ -23,19 +23,37 @@ def usable(*weights: Tensor) -> bool:
     return (
         all(w.device.type == "cpu" and w.dtype == torch.bfloat16 and not any(d % 32 for d in w.shape) for w in weights)
         and torch.get_num_threads() == 1
-        and native.amx() is not None
+        and native.strips() is not None
     )
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight [out, in] in the order its tiles are used (see amx.c)."""
-    outer, inner = weight.shape
-    room = torch.empty(weight.numel() + (_OVERRUN + _ALIGNMENT) // 2, dtype=torch.bfloat16)
+    """A weight [out, in] in the order it is used (see strips.c)."""
+    weight = _rows(weight)
+    return _packed(weight, weight[16:], 32)
+
+
+def pack_interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    """Two weights [out, in] as one: 16 outputs of gate, the same 16 of up, and so on."""
+    gate, up = _rows(gate), _rows(up)
+    if gate.stride(0) != up.stride(0):
+        gate, up = gate.contiguous(), up.contiguous()
+    return _packed(gate, up, 16)
+
+
+def _packed(left: Tensor, right: Tensor, step: int) -> Tensor:
+    outer, inner = len(left) * 32 // step, left.shape[1]
+    room = torch.empty(outer * inner + (_OVERRUN + _ALIGNMENT) // 2, dtype=torch.bfloat16)
     packed = room[(-room.data_ptr() % _ALIGNMENT) // 2 :]
-    pairs = weight.contiguous().view(torch.int32).view(outer // 32, 2, 16, inner // 32, 16)
-    tiles = packed[: weight.numel()].view(torch.int32).view(outer // 32, inner // 32, 2, 16, 16)
-    tiles.copy_(pairs.permute(0, 3, 1, 4, 2))
+    native.loaded().phalanx_pack(
+        left.data_ptr(), right.data_ptr(), left.stride(0), step, outer // 32, inner, packed.data_ptr()
+    )
     return packed
+
+
+def _rows(weight: Tensor) -> Tensor:
+    """With the numbers of a row side by side."""
+    return weight if weight.stride(1) == 1 else weight.contiguous()
 
 
 def unpack(packed: Tensor, outer: int, inner: int) -> Tensor:
@@ -45,7 +63,7 @@ def unpack(packed: Tensor, outer: int, inner: int) -> Tensor:
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """16 of gate [inner, ...] and the same 16 of up, [2 * inner, ...]"""
+    """16 of gate [out, ...] and the same 16 of up, [2 * out, ...]"""
     return torch.stack((gate.unflatten(0, (-1, 16)), up.unflatten(0, (-1, 16))), 1).flatten(0, 2)
 
 
@@ -55,16 +73,14 @@ def separate(both: Tensor) -> tuple[Tensor, Tensor]:
     return gate.flatten(0, 1), up.flatten(0, 1)
 
 
-class AmxLinear:
+class StripLinear:
     """`x @ weight.T + bias`, sums in fp32, rounded once."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.contiguous()
         self._packed = pack(weight)
-        library = native.amx()
-        assert library is not None
-        self._linear = library.phalanx_amx_linear
+        self._linear = native.loaded().phalanx_linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in], N may be 0 -> [N, out]"""
@@ -99,7 +115,7 @@ class _Packed:
     down_bias: Tensor | None
 
 
-class AmxExperts:
+class StripExperts:
     """The local experts of a layer in one call, each `down(silu(gate(x)) * up(x))` or with the other activation.
 
     gate and up lie together, 16 outputs of one and the same 16 of the other, so that a strip gives finished products.
@@ -113,9 +129,7 @@ class AmxExperts:
             packed.append(_pack_expert(expert))
         self._clamped = activation == "swiglu_oai"
         self._take(packed)
-        library = native.amx()
-        assert library is not None
-        self._experts = library.phalanx_amx_experts
+        self._experts = native.loaded().phalanx_experts
 
     def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """rows [R, hidden] sorted by local expert, counts[e] of them for expert e -> [R, hidden]."""
@@ -137,7 +151,7 @@ class AmxExperts:
             return ExpertWeights(gate, up, down)
         return ExpertWeights(gate, up, down, *separate(packed.gate_up_bias), packed.down_bias)
 
-    def rearranged(self, sources: Sequence[Source]) -> "AmxExperts":
+    def rearranged(self, sources: Sequence[Source]) -> "StripExperts":
         """Experts with these slots: an old one by number, its packed weights shared, or one of new weights."""
         other = copy(self)
         other._take([self._packed[s] if isinstance(s, int) else _pack_expert(s) for s in sources])
@@ -160,7 +174,7 @@ def _pack_expert(weights: ExpertWeights) -> _Packed:
     if weights.gate_bias is not None and weights.up_bias is not None:
         bias = interleave(weights.gate_bias, weights.up_bias)
     down_bias = None if weights.down_bias is None else weights.down_bias.contiguous()
-    return _Packed(pack(interleave(weights.gate, weights.up)), pack(weights.down), bias, down_bias)
+    return _Packed(pack_interleaved(weights.gate, weights.up), pack(weights.down), bias, down_bias)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -1,12 +1,11 @@
-"""The AMX kernels against torch, and what happens where they cannot be had.
+"""The C kernels in all their variants against torch, and what happens where they cannot be had.
 
-Without AMX the same C code runs on tiles emulated in C, if the CPU has the rest.
+Without AMX that variant runs on tiles emulated in C, if the CPU has the rest.
 """
 
 import ctypes
-import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import amx, native
+from kernels import native, strips
 from kernels.expert_weights import Activation
 from kernels.experts import ExpertWeights, GroupedExperts, make_experts
 from kernels.linear import InvariantLinear, PackedLinear, make_linear
@@ -28,34 +27,35 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
-    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    compiler = shutil.which("cc")
-    if compiler is None or not {flag for flag in native.CPU_FLAGS if not flag.startswith("amx")} <= set(flags):
-        return None
-    target = tmp_path_factory.mktemp("amx") / "emulated.so"
-    include = Path(__file__).with_name("emulated_tiles.h")
-    command = [compiler, *native.COMPILER_FLAGS, "-include", str(include), "-o", str(target), str(native.SOURCE)]
-    subprocess.run(command, check=True)
-    library = ctypes.CDLL(str(target))
-    native._declare(library)
+@pytest.fixture(scope="module", params=native.VARIANTS, ids=lambda variant: variant.name)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    variant: native.Variant = request.param
+    target = tmp_path_factory.mktemp("kernels") / f"{variant.name}.so"
+    missing = native.missing_flags(variant)
+    emulated = bool(missing) and all(flag.startswith("amx") for flag in missing)
+    if missing and not emulated:
+        pytest.skip(f"the CPU lacks {', '.join(missing)}")
+    try:
+        native.compile_to(target, variant, *(["-include", str(EMULATED_TILES)] if emulated else []))
+    except OSError as error:
+        pytest.skip(str(error))
+    library = native.load(target)
+    if not emulated and library.phalanx_init() != 0:
+        pytest.skip("the system does not grant AMX tiles")
     return library
 
 
 @pytest.fixture
-def tiles(emulated: ctypes.CDLL | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if native.amx() is None:
-        if emulated is None:
-            pytest.skip("no AMX and nothing to emulate it on")
-        monkeypatch.setattr(native, "amx", lambda: emulated)
+def library(compiled: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "strips", lambda: compiled)
 
 
-needs_amx = pytest.mark.skipif(native.amx() is None, reason="no AMX or no C compiler on this machine")
+EMULATED_TILES = Path(__file__).with_name("emulated_tiles.h")
+needs_kernels = pytest.mark.skipif(native.strips() is None, reason="no fitting CPU or no C compiler on this machine")
 
 
-@pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 33])
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("rows", [0, 1, 2, 11, 12, 13, 16, 17, 33])
 @pytest.mark.parametrize(("n", "k"), [(32, 32), (96, 64), (64, 576)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(rows: int, n: int, k: int, with_bias: bool) -> None:
@@ -64,7 +64,7 @@ def test_linear(rows: int, n: int, k: int, with_bias: bool) -> None:
     x, other = wide[:, :k], torch.randn(rows, n).bfloat16()  # rows of x do not touch each other
     bias = torch.randn(n).bfloat16() if with_bias else None
     layer = make_linear(weight, bias)
-    assert isinstance(layer, amx.AmxLinear)
+    assert isinstance(layer, strips.StripLinear)
     assert torch.equal(layer.plain(), weight)
     exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(layer(x), exact.bfloat16(), rtol=0.01, atol=0.02)
@@ -91,20 +91,20 @@ def by_hand(rows: Tensor, weights: ExpertWeights, activation: Activation) -> Ten
     return F.linear(inner.bfloat16().float(), down, down_bias)
 
 
-@pytest.mark.usefixtures("tiles")
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("counts", [[0, 0, 0], [0, 5, 0], [1, 0, 2], [16, 17, 40]])
 @pytest.mark.parametrize(("activation", "biases"), [("silu", False), ("silu", True), ("swiglu_oai", True)])
 def test_experts(counts: list[int], activation: Activation, biases: bool) -> None:
     torch.manual_seed(sum(counts))
     weights, rows = some_experts(len(counts), biases), (5 * torch.randn(sum(counts), 64)).bfloat16()
     experts = make_experts(weights, activation)
-    assert isinstance(experts, amx.AmxExperts)
+    assert isinstance(experts, strips.StripExperts)
     pairs = zip(rows.split(counts), weights, strict=True)
     expected = torch.cat([by_hand(some, expert, activation) for some, expert in pairs])
     torch.testing.assert_close(experts(rows, counts), expected.bfloat16(), rtol=0.02, atol=0.1)
 
 
-@pytest.mark.usefixtures("tiles")
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("biases", [False, True])
 def test_experts_give_back_their_weights_and_move(biases: bool) -> None:
     first, second, third = weights = some_experts(3, biases)
@@ -115,7 +115,7 @@ def test_experts_give_back_their_weights_and_move(biases: bool) -> None:
     rows, counts = torch.randn(12, 64).bfloat16(), [3, 4, 5]
     moved = experts.rearranged([1, third, 0])
     assert torch.equal(moved(rows, counts), make_experts([second, third, first], "swiglu_oai")(rows, counts))
-    assert isinstance(moved, amx.AmxExperts) and isinstance(experts, amx.AmxExperts)
+    assert isinstance(moved, strips.StripExperts) and isinstance(experts, strips.StripExperts)
     assert moved._packed[0] is experts._packed[1], "not packed again"
     assert torch.equal(experts(rows, [6, 6]), make_experts(weights[:2], "swiglu_oai")(rows, [6, 6]))
     empty = moved.rearranged([])
@@ -123,24 +123,51 @@ def test_experts_give_back_their_weights_and_move(biases: bool) -> None:
     assert torch.equal(empty.rearranged([third])(rows, [12]), make_experts([third], "swiglu_oai")(rows, [12]))
 
 
-def test_packing_is_the_order_of_the_tiles() -> None:
-    """Row r of a tile: inputs 2r and 2r + 1 of its 16 outputs."""
+@pytest.mark.usefixtures("library")
+def test_packing_is_the_order_of_use() -> None:
+    """Line r of a tile: inputs 2r and 2r + 1 of its 16 outputs."""
     weight = torch.arange(64 * 96, dtype=torch.int16).view(torch.bfloat16).view(64, 96)
     expected = [
-        weight[strip + half + column, inputs + 2 * row : inputs + 2 * row + 2]
+        weight[strip + half + column, inputs + 2 * line : inputs + 2 * line + 2]
         for strip in (0, 32)
         for inputs in (0, 32, 64)
         for half in (0, 16)
-        for row in range(16)
+        for line in range(16)
         for column in range(16)
     ]
-    packed = amx.pack(weight)
+    packed = strips.pack(weight)
     assert packed.data_ptr() % 64 == 0
     assert torch.equal(packed[: weight.numel()].view(torch.int16), torch.cat(expected).view(torch.int16))
-    assert torch.equal(amx.unpack(packed, 64, 96).view(torch.int16), weight.view(torch.int16))
+    assert torch.equal(strips.unpack(packed, 64, 96).view(torch.int16), weight.view(torch.int16))
 
 
-@pytest.mark.usefixtures("tiles")
+def every_second_row(weight: Tensor) -> Tensor:
+    return weight.repeat_interleave(2, 0)[::2]
+
+
+def columns_apart(weight: Tensor) -> Tensor:
+    return weight.T.contiguous().T
+
+
+def at_an_odd_place(weight: Tensor) -> Tensor:
+    """As files have them: aligned to the number, not to the line."""
+    return torch.cat((weight.new_zeros(1), weight.flatten()))[1:].view(weight.shape)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("lay_out", [every_second_row, columns_apart, at_an_odd_place])
+def test_weights_may_lie_anyhow(lay_out: Callable[[Tensor], Tensor]) -> None:
+    gate, up = torch.randn(2, 96, 64).bfloat16()
+    size = gate.numel()
+    assert torch.equal(strips.pack(lay_out(gate))[:size], strips.pack(gate)[:size])
+    both = strips.pack(strips.interleave(gate, up))[: 2 * size]
+    for left, right in ((gate, up), (lay_out(gate), lay_out(up)), (gate, lay_out(up))):
+        assert torch.equal(strips.pack_interleaved(left, right)[: 2 * size], both)
+    for back, put in zip(strips.separate(strips.interleave(gate, up)), (gate, up), strict=True):
+        assert torch.equal(back, put)
+
+
+@pytest.mark.usefixtures("library")
 def test_silu_is_right_far_out() -> None:
     """The exponential has no holes: gates from -120 to 120."""
     gates = torch.linspace(-120, 120, 32 * 9).view(9, 32)
@@ -174,29 +201,29 @@ def test_a_rank_without_experts() -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache and a fitting CPU."""
     monkeypatch.setenv("PHALANX_CACHE", str(tmp_path))
-    monkeypatch.setattr(native, "_unfit", lambda: None)
-    native.amx.cache_clear()
+    monkeypatch.setattr(native, "_unfit", lambda variant: None)
+    native.strips.cache_clear()
     yield tmp_path
-    native.amx.cache_clear()
+    native.strips.cache_clear()
 
 
 def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    assert native.amx() is None
+    assert native.strips() is None
     assert "there is no C compiler" in caplog.text
 
 
 def test_a_compiler_that_fails(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CC", "false")
-    assert native.amx() is None
+    assert native.strips() is None
     assert "false: exit code 1" in caplog.text
     assert not list((fresh / "kernels").iterdir()), "nothing half-made stays"
 
 
-@needs_amx
+@needs_kernels
 def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native.amx() is not None
-    native.amx.cache_clear()
+    assert native.strips() is not None
+    native.strips.cache_clear()
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail("compiled again"))
-    assert native.amx() is not None
+    assert native.strips() is not None

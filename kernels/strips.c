@@ -1,0 +1,259 @@
+/* bf16 matrix products with packed weights, for one thread: on AMX tiles where the compiler is told of them, else with
+ * AVX-512's bf16 products.
+ *
+ * At the few rows of a decode step a product is a walk through the weights, so the packed weight is one stream in the
+ * order of use, and prefetched by hand: the hardware does not see tile loads coming, and stops at every page.
+ *
+ * Packed weight [N, K], N and K multiples of 32: strips of 32 outputs; in a strip, for every 32 inputs, two tiles of
+ * 16 outputs, 1 KB each: line r holds inputs 2r and 2r+1 of the 16 outputs, as both kinds of products want it.
+ * Sums are fp32, in an order that depends on K alone; results are rounded to bf16 once, to nearest even.
+ */
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define TILE_BYTES 1024
+#define AHEAD (16 * TILE_BYTES) /* prefetch distance */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef uint16_t bf16;
+
+INLINE void prefetch_tiles(const char *w) {
+    for (int line = 0; line < 2 * TILE_BYTES; line += 64) _mm_prefetch(w + AHEAD + line, _MM_HINT_T0);
+}
+
+#ifdef __AMX_BF16__
+
+#define MOST_ROWS 16 /* of one call of strip_product */
+
+/* 0 if this process may use AMX tiles. */
+int phalanx_init(void) { return (int)syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18); }
+
+struct tile_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t colsb[16];
+    uint8_t rows[16];
+};
+
+/* Before strip_product with this number of rows. Tiles 0, 1: sums [rows, 16] fp32; 2: inputs [rows, 32]; 3, 4: weights. */
+static void begin_rows(int rows) {
+    struct tile_config config = {.palette = 1};
+    for (int tile = 0; tile < 5; tile++) {
+        config.colsb[tile] = 64;
+        config.rows[tile] = tile < 3 ? rows : 16;
+    }
+    _tile_loadconfig(&config);
+}
+
+static void end_rows(void) { _tile_release(); }
+
+/* sums [2][16][16] = x [rows, k] times one strip of 32 outputs. */
+INLINE void strip_product(int rows, const bf16 *x, long ldx, const char *w, long k, float *sums) {
+    (void)rows;
+    _tile_zero(0);
+    _tile_zero(1);
+    for (long kb = 0; kb < k; kb += 32, w += 2 * TILE_BYTES) {
+        prefetch_tiles(w);
+        _tile_loadd(2, x + kb, ldx * sizeof(bf16));
+        _tile_loadd(3, w, 64);
+        _tile_dpbf16ps(0, 2, 3);
+        _tile_loadd(4, w + TILE_BYTES, 64);
+        _tile_dpbf16ps(1, 2, 4);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + 256, 64);
+}
+
+#else
+
+#define MOST_ROWS 12 /* 24 of 32 registers hold sums */
+
+int phalanx_init(void) { return 0; }
+
+static void begin_rows(int rows) { (void)rows; }
+
+static void end_rows(void) {}
+
+/* sums [2][16][16] = x [rows, k] times one strip of 32 outputs; `rows` is known to the compiler. */
+INLINE void rows_product(const int rows, const bf16 *x, long ldx, const char *w, long k, float *sums) {
+    __m512 left[MOST_ROWS], right[MOST_ROWS];
+    for (int r = 0; r < rows; r++) left[r] = right[r] = _mm512_setzero_ps();
+    for (long kb = 0; kb < k; kb += 32, w += 2 * TILE_BYTES) {
+        prefetch_tiles(w);
+        for (int line = 0; line < 16; line++) {
+            __m512bh w_left = (__m512bh)_mm512_load_si512(w + 64 * line);
+            __m512bh w_right = (__m512bh)_mm512_load_si512(w + TILE_BYTES + 64 * line);
+            for (int r = 0; r < rows; r++) {
+                int two;
+                memcpy(&two, x + r * ldx + kb + 2 * line, sizeof two);
+                __m512bh inputs = (__m512bh)_mm512_set1_epi32(two);
+                left[r] = _mm512_dpbf16_ps(left[r], inputs, w_left);
+                right[r] = _mm512_dpbf16_ps(right[r], inputs, w_right);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        _mm512_store_ps(sums + 16 * r, left[r]);
+        _mm512_store_ps(sums + 256 + 16 * r, right[r]);
+    }
+}
+
+static void strip_product(int rows, const bf16 *x, long ldx, const char *w, long k, float *sums) {
+    switch (rows) {
+#define CASE(number)                                \
+    case number:                                    \
+        rows_product(number, x, ldx, w, k, sums); \
+        break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+    }
+}
+
+#endif
+
+/* 16 rows of 16 pairs, rows `ld` elements apart, columns first: a tile of a packed weight. */
+static inline void pack_tile(const bf16 *from, long ld, char *to) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * ld);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) { /* then quarter q of a[i + c] is column 4q + c of rows i to i + 3 */
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int c = 0; c < 4; c++) { /* 0x88 takes quarters 0 and 2 of both, 0xdd quarters 1 and 3 */
+        __m512i even = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
+        __m512i even_below = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
+        __m512i odd_below = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+        _mm512_stream_si512((__m512i *)(to + 64 * c), _mm512_shuffle_i32x4(even, even_below, 0x88));
+        _mm512_stream_si512((__m512i *)(to + 64 * (c + 4)), _mm512_shuffle_i32x4(odd, odd_below, 0x88));
+        _mm512_stream_si512((__m512i *)(to + 64 * (c + 8)), _mm512_shuffle_i32x4(even, even_below, 0xdd));
+        _mm512_stream_si512((__m512i *)(to + 64 * (c + 12)), _mm512_shuffle_i32x4(odd, odd_below, 0xdd));
+    }
+}
+
+/* Packs strips of 16 rows of `left` beside 16 of `right`; rows lie ld elements apart, a strip's rows `step` rows after
+ * those of the one before. A weight [N, K]: left is row 0, right row 16, step 32. Two that are interleaved: step 16. */
+void phalanx_pack(const bf16 *left, const bf16 *right, long ld, long step, long strips, long k, char *to) {
+    for (long strip = 0; strip < strips; strip++, left += step * ld, right += step * ld)
+        for (long kb = 0; kb < k; kb += 32, to += 2 * TILE_BYTES) {
+            pack_tile(left + kb, ld, to);
+            pack_tile(right + kb, ld, to + TILE_BYTES);
+        }
+    _mm_sfence();
+}
+
+static inline void store16(bf16 *y, __m512 v) { _mm256_storeu_si256((__m256i *)y, (__m256i)_mm512_cvtneps_pbh(v)); }
+
+static inline __m512 load16(const bf16 *y) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)y)), 16));
+}
+
+/* e^x: 2^n times a polynomial on [-ln2/2, ln2/2]; relative error below 2e-7. */
+static inline __m512 exp16(__m512 x) {
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* Rows go through a strip in blocks of like size. */
+INLINE long num_blocks(long m) { return (m + MOST_ROWS - 1) / MOST_ROWS; }
+
+INLINE long first_row(long m, long blocks, long block) { return block * m / blocks; }
+
+/* y [m, n] = x [m, k] @ w.T, plus `bias` [n] and `add` [m, n] unless they are null. Rows of x lie ldx elements apart. */
+void phalanx_linear(const bf16 *x, long m, long ldx, const char *w, long n, long k, const bf16 *bias,
+                        const bf16 *add, bf16 *y) {
+    float sums[512] __attribute__((aligned(64)));
+    long blocks = num_blocks(m);
+    int begun = 0;
+    for (long strip = 0; strip < n; strip += 32, w += 64 * k)
+        for (long block = 0; block < blocks; block++) {
+            long row = first_row(m, blocks, block);
+            int rows = (int)(first_row(m, blocks, block + 1) - row);
+            if (rows != begun) begin_rows(begun = rows);
+            strip_product(rows, x + row * ldx, ldx, w, k, sums);
+            for (int r = 0; r < rows; r++)
+                for (int half = 0; half < 2; half++) {
+                    long at = (row + r) * n + strip + 16 * half;
+                    __m512 v = _mm512_load_ps(sums + 256 * half + 16 * r);
+                    if (bias) v = _mm512_add_ps(v, load16(bias + strip + 16 * half));
+                    if (add) v = _mm512_add_ps(v, load16(add + at));
+                    store16(y + at, v);
+                }
+        }
+    end_rows();
+}
+
+static inline __m512 sigmoid16(__m512 x) {
+    __m512 one = _mm512_set1_ps(1.0f);
+    return _mm512_div_ps(one, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
+/* silu(gate) * up */
+static inline __m512 silu16(__m512 gate, __m512 up) {
+    __m512 one = _mm512_set1_ps(1.0f);
+    __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
+    return _mm512_mul_ps(silu, up);
+}
+
+/* gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up in [-7, 7] */
+static inline __m512 swiglu_oai16(__m512 gate, __m512 up) {
+    __m512 limit = _mm512_set1_ps(7.0f);
+    gate = _mm512_min_ps(gate, limit);
+    up = _mm512_max_ps(_mm512_min_ps(up, limit), _mm512_set1_ps(-7.0f));
+    __m512 open = _mm512_mul_ps(gate, sigmoid16(_mm512_mul_ps(gate, _mm512_set1_ps(1.702f))));
+    return _mm512_mul_ps(open, _mm512_add_ps(up, _mm512_set1_ps(1.0f)));
+}
+
+/* y [m, n] = act(x @ gate.T, x @ up.T); w holds 16 outputs of gate and the same 16 of up in each strip, and so does
+ * `bias` [2 n] unless it is null. */
+static void gated(const bf16 *x, long m, const char *w, const bf16 *bias, long n, long k, int clamped, bf16 *y) {
+    float sums[512] __attribute__((aligned(64)));
+    long blocks = num_blocks(m);
+    int begun = 0;
+    for (long at = 0; at < n; at += 16, w += 64 * k)
+        for (long block = 0; block < blocks; block++) {
+            long row = first_row(m, blocks, block);
+            int rows = (int)(first_row(m, blocks, block + 1) - row);
+            if (rows != begun) begin_rows(begun = rows);
+            strip_product(rows, x + row * k, k, w, k, sums);
+            for (int r = 0; r < rows; r++) {
+                __m512 gate = _mm512_load_ps(sums + 16 * r), up = _mm512_load_ps(sums + 256 + 16 * r);
+                if (bias) {
+                    gate = _mm512_add_ps(gate, load16(bias + 2 * at));
+                    up = _mm512_add_ps(up, load16(bias + 2 * at + 16));
+                }
+                store16(y + (row + r) * n + at, clamped ? swiglu_oai16(gate, up) : silu16(gate, up));
+            }
+        }
+    end_rows();
+}
+
+/* Gated networks over rows [sum(counts), hidden] grouped by expert; scratch [max(counts), inner]. A bias may be null. */
+void phalanx_experts(const bf16 *rows, const long *counts, long experts, const char *const *gate_up,
+                         const char *const *down, const bf16 *const *gate_up_bias, const bf16 *const *down_bias,
+                         long hidden, long inner, int clamped, bf16 *scratch, bf16 *out) {
+    for (long e = 0; e < experts; e++) {
+        if (!counts[e]) continue;
+        gated(rows, counts[e], gate_up[e], gate_up_bias[e], inner, hidden, clamped, scratch);
+        phalanx_linear(scratch, counts[e], inner, down[e], hidden, inner, down_bias[e], 0, out);
+        rows += counts[e] * hidden;
+        out += counts[e] * hidden;
+    }
+}
