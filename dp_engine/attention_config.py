@@ -24,6 +24,11 @@ class GroupedQueries:
     def kv_shape(self) -> tuple[int, ...]:
         return 2, self.num_kv_heads, self.head_dim
 
+    @property
+    def cached_dims(self) -> tuple[int, int]:
+        """Of a key and of a value in the cache."""
+        return self.head_dim, self.head_dim
+
 
 @dataclass(frozen=True)
 class LatentAttention:
@@ -44,6 +49,11 @@ class LatentAttention:
     @property
     def kv_shape(self) -> tuple[int, ...]:
         return (self.kv_rank + self.rope_dim,)
+
+    @property
+    def cached_dims(self) -> tuple[int, int]:
+        """Of a key and of a value in the cache; the value is part of the key."""
+        return self.kv_rank + self.rope_dim, self.kv_rank
 
 
 def head_dim(config: JsonFile) -> int:

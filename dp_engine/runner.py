@@ -17,6 +17,7 @@ from dp_engine.models.decoder import Decoder, Step
 from dp_engine.sampler import constrain, per_output, sample
 from ep.dispatch import Dispatcher
 from ep.moe import MoELayer
+from kernels import walk
 from kernels.attention import plan_attention
 from vote.decision import StepType
 
@@ -114,6 +115,8 @@ class ModelRunner:
         self._cache.clear_null_block()
 
     def _step(self, batch: Batch) -> Step:
+        shape = self.model_config.attention
+        walks = walk.most_queries(self.model_config.dtype, self._device, shape.num_heads, *shape.cached_dims)
         attention = {
             window: plan_attention(
                 batch.seqlens_q,
@@ -124,6 +127,7 @@ class ModelRunner:
                 self._device,
                 window,
                 self.model_config.batch_invariant,
+                walks,
             )
             for window in self.model_config.windows
         }

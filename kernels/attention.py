@@ -12,7 +12,7 @@ and prompts longer than the window are cut into pieces, so that the work grows w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.tiled_attention import Tiles, make_tiles, tiled_attention
+from kernels.walk import KeysAndValues, Walk, make_walk, walk_attention
 
 # A group of its own costs about as much as this many padded (query, key) pairs of all heads.
 FREE_PADDING = 2048
@@ -46,12 +47,14 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Groups of a step, and where each of the T rows lies in their joined padded outputs (None: as it is). A batch
-    invariant plan has tiles instead."""
+    """Groups of a step, and where each of the T rows lies in the outputs of the walk, if there is one, and theirs,
+    padded (None: as it is). A batch invariant plan is a walk of all rows, or has tiles instead."""
 
     groups: tuple[AttentionGroup, ...]
     output_rows: Tensor | None
+    walk: Walk | None = None
     tiles: Tiles | None = None
+    invariant: bool = False
 
 
 def group_by_length(lengths_q: Sequence[int], lengths_k: Sequence[int], free: int = FREE_PADDING) -> list[list[int]]:
@@ -107,6 +110,14 @@ class _Planner:
         self.output_rows = np.zeros(self.num_rows, np.int64)
         self.num_outputs = 0
         self.groups: list[AttentionGroup] = []
+        self.walk: Walk | None = None
+
+    def walk_all(self, members: np.ndarray) -> None:
+        """The queries of the sequences `members` walk. Before any group."""
+        if len(members):
+            self.walk = make_walk(members, self.seqlens_q, self.seqlens_k, self.tables, self.window)
+            self.num_outputs = len(self.walk.rows)
+            self.output_rows[self.walk.rows] = np.arange(self.num_outputs)
 
     def add(self, members: np.ndarray, cached: bool, device: torch.device, dtype: torch.dtype) -> None:
         """One group of the sequences `members`; `cached`: read keys from blocks instead of from this step's rows."""
@@ -131,7 +142,7 @@ class _Planner:
     def plan(self, device: torch.device) -> AttentionPlan:
         in_order = self.num_outputs == self.num_rows and np.array_equal(self.output_rows, np.arange(self.num_rows))
         rows = None if in_order else torch.from_numpy(self.output_rows).to(device)
-        return AttentionPlan(tuple(self.groups), rows)
+        return AttentionPlan(tuple(self.groups), rows, self.walk)
 
     def _blocks(self, members: np.ndarray, width: int) -> np.ndarray:
         """The `width` blocks from each member's first on, int64 [G, width]; the null block behind the table's end."""
@@ -174,22 +185,31 @@ def plan_attention(
     device: torch.device,
     window: int | None = None,
     invariant: bool = False,
+    walks: int = 0,
 ) -> AttentionPlan:
     """Group B sequences. seqlens_q, seqlens_k: int [B], 1 <= q <= k; block_tables: int [B, >= longest in blocks].
 
     window: how many keys a query sees at most, its own included (at least 1); None for all before it.
     invariant: each query's result has the same bits whatever the others are and however its prompt is cut.
+    walks: sequences with at most so many queries walk (`kernels.walk.most_queries`); any number of invariant ones,
+    unless it is 0.
     """
     if invariant:
+        if walks:
+            planner = _Planner(seqlens_q, seqlens_k, block_tables, block_size, window)
+            planner.walk_all(np.arange(len(seqlens_q)))
+            return replace(planner.plan(device), invariant=True)
         tiles = make_tiles(seqlens_q, seqlens_k, block_tables, block_size, device, window)
-        return AttentionPlan((), None, tiles)
-    if window is not None:
+        return AttentionPlan((), None, tiles=tiles, invariant=True)
+    if window is not None and (seqlens_q > walks).any():
         seqlens_q, seqlens_k, block_tables = _cut(seqlens_q, seqlens_k, block_tables, max(window, MIN_PIECE))
     planner = _Planner(seqlens_q, seqlens_k, block_tables, block_size, window)
+    few = seqlens_q <= walks
+    planner.walk_all(np.flatnonzero(few))
     own_rows = (seqlens_q == seqlens_k) & (True if window is None else seqlens_k <= window)
-    decodes = np.flatnonzero((seqlens_q == 1) & ~own_rows)
-    whole = np.flatnonzero(own_rows)
-    chunks = np.flatnonzero((seqlens_q != 1) & ~own_rows)
+    decodes = np.flatnonzero((seqlens_q == 1) & ~own_rows & ~few)
+    whole = np.flatnonzero(own_rows & ~few)
+    chunks = np.flatnonzero((seqlens_q != 1) & ~own_rows & ~few)
     order = np.argsort(-planner.reach[decodes], kind="stable")
     runs = group_decodes(planner.reach[decodes][order])
     for run in runs:
@@ -228,6 +248,10 @@ def paged_attention(
     if plan.tiles is not None and len(qkv):
         return _invariant(qkv, cache, plan.tiles, num_heads, scale or head_dim**-0.5, sinks)
     outputs = []
+    if plan.walk is not None:
+        where = KeysAndValues(kv_heads, head_dim, kv_heads * head_dim)
+        walked = walk_attention(qkv[:, :num_heads], cache, plan.walk, where, scale or head_dim**-0.5, sinks)
+        outputs.append(walked.flatten(1))
     for group in plan.groups:
         rows = qkv if group.query_rows is None else qkv.index_select(0, group.query_rows)
         rows = rows.view(group.size, group.max_q, heads, head_dim)
@@ -298,7 +322,7 @@ def attend_with_sinks(
 
 
 def join(outputs: list[Tensor], plan: AttentionPlan, nothing: Tensor) -> Tensor:
-    """The groups' padded outputs, rows first, as rows of the batch."""
+    """The outputs of walk and groups, rows first, as rows of the batch."""
     if not outputs:
         return nothing
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

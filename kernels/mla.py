@@ -8,8 +8,10 @@ go into the latent space (`q_nope @ key_up`), where the row itself is key and va
 through `value_up`. Whole prompts, whose every row is new, are cheaper with keys and values expanded once.
 """
 
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,7 @@ from kernels import invariance
 from kernels.attention import AttentionGroup, AttentionPlan, attend, join
 from kernels.invariance import FixedRows
 from kernels.tiled_attention import Tiles, tiled_attention
+from kernels.walk import KeysAndValues, Walk, walk_attention
 
 
 def write_latent(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -41,9 +44,11 @@ def mla_attention(
     key_up [heads, nope, rank] and value_up [heads, v, rank] from the latent to each head. Returns [T, heads * v].
     """
     num_heads, v_dim = value_up.shape[:2]
-    if plan.tiles is not None and len(rows):
-        return _invariant(q_nope, q_rope, cache, plan.tiles, key_up, value_up, scale).flatten(1)
+    if plan.invariant and len(rows):
+        return _invariant(q_nope, q_rope, cache, plan, key_up, value_up, scale).flatten(1)
     outputs = []
+    if plan.walk is not None:
+        outputs.append(_walked(q_nope, q_rope, cache, plan.walk, key_up, value_up, scale).flatten(1))
     for group in plan.groups:
         queries = _of_group(q_nope, group), _of_group(q_rope, group)
         if group.blocks is None:
@@ -98,20 +103,44 @@ def _expanded(q_nope: Tensor, q_rope: Tensor, rows: Tensor, key_up: Tensor, valu
     return attend(queries, keys, values, None, scale)[..., :v_dim].transpose(1, 2)
 
 
+def _walked(
+    q_nope: Tensor, q_rope: Tensor, cache: Tensor, walk: Walk, key_up: Tensor, value_up: Tensor, scale: float
+) -> Tensor:
+    """q_nope [T, heads, nope], q_rope [T, heads, rope] -> [n, heads, v] for the n of the walk"""
+    if len(walk.rows) < len(q_nope):
+        rows = torch.from_numpy(walk.rows)
+        q_nope, q_rope = q_nope.index_select(0, rows), q_rope.index_select(0, rows)
+        walk = replace(walk, rows=np.arange(len(rows), dtype=np.int32))
+    queries = torch.cat((_into_latent(q_nope, key_up), q_rope), dim=-1)
+    return _out_of_latent(walk_attention(queries, cache, walk, _latents(key_up), scale), value_up)
+
+
+def _latents(key_up: Tensor) -> KeysAndValues:
+    return KeysAndValues(1, key_up.shape[2], 0)
+
+
 def _invariant(
-    q_nope: Tensor, q_rope: Tensor, cache: Tensor, tiles: Tiles, key_up: Tensor, value_up: Tensor, scale: float
+    q_nope: Tensor, q_rope: Tensor, cache: Tensor, plan: AttentionPlan, key_up: Tensor, value_up: Tensor, scale: float
 ) -> Tensor:
     """q_nope [T, heads, nope], q_rope [T, heads, rope] -> [T, heads, v]"""
-    rank = key_up.shape[2]
     absorb, restore = _proved(key_up.shape, value_up.shape, key_up.dtype, key_up.device, torch.get_num_threads())
+    queries = torch.cat((absorb(lambda x: _into_latent(x, key_up), q_nope), q_rope), dim=-1)
+    if plan.walk is not None:
+        latent = walk_attention(queries, cache, plan.walk, _latents(key_up), scale)
+    else:
+        assert plan.tiles is not None
+        latent = _tiled(queries, cache, plan.tiles, key_up.shape[2], scale)
+    return restore(lambda x: _out_of_latent(x, value_up), latent)
+
+
+def _tiled(queries: Tensor, cache: Tensor, tiles: Tiles, rank: int, scale: float) -> Tensor:
+    """queries [T, heads, rank + rope] -> [T, heads, rank]"""
 
     def load(blocks: Tensor) -> tuple[Tensor, Tensor]:
         keys = cache.index_select(0, blocks).view(-1, 1, tiles.keys_per_tile, cache.shape[-1]).float()
         return keys, keys[..., :rank].contiguous()
 
-    queries = torch.cat((absorb(lambda x: _into_latent(x, key_up), q_nope), q_rope), dim=-1)
-    latent = tiled_attention(queries.unsqueeze(1), load, tiles, rank, scale).squeeze(1).to(q_nope.dtype)
-    return restore(lambda x: _out_of_latent(x, value_up), latent)
+    return tiled_attention(queries.unsqueeze(1), load, tiles, rank, scale).squeeze(1).to(queries.dtype)
 
 
 def _into_latent(q_nope: Tensor, key_up: Tensor) -> Tensor:

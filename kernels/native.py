@@ -17,13 +17,14 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("strips.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("strips.c", "walk.c"))
+_HEADER = Path(__file__).with_name("vectors.h")
 COMPILER_FLAGS = ("-O3", "-shared", "-fPIC")
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way to compile the source, and what the CPU must have for it, in /proc/cpuinfo's words."""
+    """A way to compile the sources, and what the CPU must have for it, in /proc/cpuinfo's words."""
 
     name: str
     cpu_flags: tuple[str, ...]
@@ -49,8 +50,8 @@ def cache_dir() -> Path:
 
 
 @cache
-def strips() -> ctypes.CDLL | None:
-    """The library of strips.c in the best variant, or None if this machine cannot have it; the log says why."""
+def kernels() -> ctypes.CDLL | None:
+    """The library of all C kernels in the best variant, or None if this machine cannot have it; the log says why."""
     for variant in VARIANTS:
         if reason := _unfit(variant):
             log.info("no %s kernels: %s", variant.name, reason)
@@ -67,8 +68,8 @@ def strips() -> ctypes.CDLL | None:
 
 
 def loaded() -> ctypes.CDLL:
-    """The library, where `strips` was seen to give it."""
-    library = strips()
+    """The library, where `kernels` was seen to give it."""
+    library = kernels()
     assert library is not None
     return library
 
@@ -80,6 +81,8 @@ def load(path: Path) -> ctypes.CDLL:
     signatures = {
         "pack": [pointer, pointer, *[number] * 4, pointer],
         "linear": [pointer, number, number, pointer, number, number, pointer, pointer, pointer],
+        "attend_bf16": [pointer],
+        "attend_fp32": [pointer],
         "experts": [pointer, pointer, number, *[pointer] * 4, number, number, ctypes.c_int, pointer, pointer],
     }
     for name, types in signatures.items():
@@ -100,7 +103,7 @@ def compile_to(target: Path, variant: Variant, *options: str) -> None:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise OSError("there is no C compiler (cc, gcc or clang)")
-    command = [compiler, *variant.compiler_flags, *options, "-o", str(target), str(SOURCE)]
+    command = [compiler, *variant.compiler_flags, *options, "-o", str(target), *map(str, SOURCES)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
 
 
@@ -113,7 +116,7 @@ def _unfit(variant: Variant) -> str | None:
 
 def _compiled(variant: Variant) -> Path:
     """Path of the shared library. Ranks that start together may both compile it; the last one's file stays, whole."""
-    text = SOURCE.read_bytes()
+    text = b"".join(path.read_bytes() for path in (_HEADER, *SOURCES))
     name = hashlib.sha256(text + " ".join(variant.compiler_flags).encode()).hexdigest()[:16]
     target = cache_dir() / "kernels" / f"{variant.name}-{name}.so"
     if target.exists():

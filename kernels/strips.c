@@ -8,18 +8,15 @@
  * 16 outputs, 1 KB each: line r holds inputs 2r and 2r+1 of the 16 outputs, as both kinds of products want it.
  * Sums are fp32, in an order that depends on K alone; results are rounded to bf16 once, to nearest even.
  */
-#include <immintrin.h>
-#include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "vectors.h"
+
 #define TILE_BYTES 1024
 #define AHEAD (16 * TILE_BYTES) /* prefetch distance */
-#define INLINE static inline __attribute__((always_inline))
-
-typedef uint16_t bf16;
 
 INLINE void prefetch_tiles(const char *w) {
     for (int line = 0; line < 2 * TILE_BYTES; line += 64) _mm_prefetch(w + AHEAD + line, _MM_HINT_T0);
@@ -156,28 +153,6 @@ void phalanx_pack(const bf16 *left, const bf16 *right, long ld, long step, long 
             pack_tile(right + kb, ld, to + TILE_BYTES);
         }
     _mm_sfence();
-}
-
-static inline void store16(bf16 *y, __m512 v) { _mm256_storeu_si256((__m256i *)y, (__m256i)_mm512_cvtneps_pbh(v)); }
-
-static inline __m512 load16(const bf16 *y) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)y)), 16));
-}
-
-/* e^x: 2^n times a polynomial on [-ln2/2, ln2/2]; relative error below 2e-7. */
-static inline __m512 exp16(__m512 x) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
 }
 
 /* Rows go through a strip in blocks of like size. */

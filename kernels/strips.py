@@ -23,7 +23,7 @@ def usable(*weights: Tensor) -> bool:
     return (
         all(w.device.type == "cpu" and w.dtype == torch.bfloat16 and not any(d % 32 for d in w.shape) for w in weights)
         and torch.get_num_threads() == 1
-        and native.strips() is not None
+        and native.kernels() is not None
     )
 
 

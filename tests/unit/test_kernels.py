@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import linear
+from kernels import linear, native
 from kernels.attention import (
     attend,
     attend_with_sinks,
@@ -24,9 +24,13 @@ from kernels.linear import PackedLinear, bucket
 from kernels.mla import mla_attention, write_latent
 from kernels.norm import rms_norm
 from kernels.rotary import Rope, RotaryTable, rotate_
+from kernels.walk import ANY, MOST_ROWS
 from tests.paged import Paged, attention_by_hand, lengths
 
 CPU = torch.device("cpu")
+
+# Sequences of how many queries walk, where something can.
+some_walk = st.sampled_from([0, 1, MOST_ROWS, ANY] if native.kernels() is not None else [0])
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,6 +168,8 @@ def test_experts_give_back_their_weights_and_move(dtype: torch.dtype, biases: bo
     st.one_of(st.none(), st.integers(1, 50)),
     st.booleans(),
     st.sampled_from([None, 0.3]),
+    st.sampled_from([8, 16, 80]),
+    some_walk,
     st.integers(0, 2**31),
 )
 def test_paged_attention(
@@ -173,16 +179,19 @@ def test_paged_attention(
     window: int | None,
     with_sinks: bool,
     scale: float | None,
+    dim: int,
+    walks: int,
     seed: int,
 ) -> None:
     heads, kv_heads = shape
-    paged = Paged(sequences, block_size, (2, kv_heads, 8), seed)
-    queries, sinks = torch.randn(paged.num_rows, heads, 8), torch.randn(heads) if with_sinks else None
+    paged = Paged(sequences, block_size, (2, kv_heads, dim), seed)
+    queries, sinks = torch.randn(paged.num_rows, heads, dim), torch.randn(heads) if with_sinks else None
     kv = paged.new_rows()
-    expected = attention_by_hand(queries, paged.rows, paged.seqlens_q, scale or 8**-0.5, window, sinks)
+    expected = attention_by_hand(queries, paged.rows, paged.seqlens_q, scale or dim**-0.5, window, sinks)
     qkv = torch.cat((queries, kv.flatten(1, 2)), dim=1)
     write_kv(paged.cache, paged.new_slots, kv.flatten(1))
-    plan = plan_attention(*paged.plan_arguments(), torch.float32, CPU, window=window)
+    walks = walks if dim % 16 == 0 else 0
+    plan = plan_attention(*paged.plan_arguments(), torch.float32, CPU, window=window, walks=walks)
     out = paged_attention(qkv, paged.cache, plan, heads, scale, sinks)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
@@ -213,10 +222,19 @@ def test_sinks_written_out(causal: bool) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths, st.sampled_from([1, 4, 16]), st.integers(1, 3), st.one_of(st.none(), st.just(9)), st.integers(0, 2**31))
-def test_mla(sequences: list[tuple[int, int]], block_size: int, heads: int, window: int | None, seed: int) -> None:
+@given(
+    lengths,
+    st.sampled_from([1, 4, 16]),
+    st.integers(1, 3),
+    st.one_of(st.none(), st.just(9)),
+    some_walk,
+    st.integers(0, 2**31),
+)
+def test_mla(
+    sequences: list[tuple[int, int]], block_size: int, heads: int, window: int | None, walks: int, seed: int
+) -> None:
     """Against keys and values expanded for every head."""
-    rank, rope, nope, v_dim = 8, 4, 6, 5
+    rank, rope, nope, v_dim = 32, 16, 6, 5
     paged = Paged(sequences, block_size, (rank + rope,), seed)
     q_nope, q_rope = torch.randn(paged.num_rows, heads, nope), torch.randn(paged.num_rows, heads, rope)
     key_up, value_up = torch.randn(heads, nope, rank), torch.randn(heads, v_dim, rank)
@@ -230,7 +248,7 @@ def test_mla(sequences: list[tuple[int, int]], block_size: int, heads: int, wind
     expected = attention_by_hand(queries, expanded, paged.seqlens_q, 0.2, window)
     expected = expected.view(*queries.shape)[:, :, :v_dim]
     write_latent(paged.cache, paged.new_slots, rows)
-    plan = plan_attention(*paged.plan_arguments(), torch.float32, CPU, window=window)
+    plan = plan_attention(*paged.plan_arguments(), torch.float32, CPU, window=window, walks=walks)
     out = mla_attention(q_nope, q_rope, rows, paged.cache, plan, key_up, value_up, 0.2)
     torch.testing.assert_close(out, expected.flatten(1), rtol=1e-4, atol=1e-4)
 

@@ -50,7 +50,13 @@ def test_links_travel_only_if_they_stay_inside(checkout: Path, tmp_path: Path) -
 def test_this_checkout_travels_and_is_small() -> None:
     package = collect(ROOT, ROOT / "configs" / "demo.yaml")
     found = {name for name, _ in package.files}
-    assert {"launcher/__main__.py", "kernels/strips.c", "vote/ballot.py", "dp_engine/rank.py", "ep/placement.py"} <= found
+    assert {
+        "launcher/__main__.py",
+        "kernels/strips.c",
+        "vote/ballot.py",
+        "dp_engine/rank.py",
+        "ep/placement.py",
+    } <= found
     assert package.config == "configs/demo.yaml"
     assert package.size < LIMIT_BYTES / 4
 

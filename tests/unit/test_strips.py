@@ -47,11 +47,11 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def library(compiled: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "strips", lambda: compiled)
+    monkeypatch.setattr(native, "kernels", lambda: compiled)
 
 
 EMULATED_TILES = Path(__file__).with_name("emulated_tiles.h")
-needs_kernels = pytest.mark.skipif(native.strips() is None, reason="no fitting CPU or no C compiler on this machine")
+needs_kernels = pytest.mark.skipif(native.kernels() is None, reason="no fitting CPU or no C compiler on this machine")
 
 
 @pytest.mark.usefixtures("library")
@@ -202,28 +202,28 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache and a fitting CPU."""
     monkeypatch.setenv("PHALANX_CACHE", str(tmp_path))
     monkeypatch.setattr(native, "_unfit", lambda variant: None)
-    native.strips.cache_clear()
+    native.kernels.cache_clear()
     yield tmp_path
-    native.strips.cache_clear()
+    native.kernels.cache_clear()
 
 
 def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    assert native.strips() is None
+    assert native.kernels() is None
     assert "there is no C compiler" in caplog.text
 
 
 def test_a_compiler_that_fails(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CC", "false")
-    assert native.strips() is None
+    assert native.kernels() is None
     assert "false: exit code 1" in caplog.text
     assert not list((fresh / "kernels").iterdir()), "nothing half-made stays"
 
 
 @needs_kernels
 def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native.strips() is not None
-    native.strips.cache_clear()
+    assert native.kernels() is not None
+    native.kernels.cache_clear()
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail("compiled again"))
-    assert native.strips() is not None
+    assert native.kernels() is not None

@@ -1,0 +1,237 @@
+/* Attention of single queries over paged keys and values, for one thread: bf16 or fp32 in memory, fp32 sums.
+ *
+ * A query at position p of a sequence sees that sequence's keys up to p, the last `window` of them if that is not 0.
+ * Keys are taken in tiles of TILE, counted from the sequence's first, and tiles are added up in order by an online
+ * softmax. So a query's bits depend on its own keys alone: hidden ones of a tile add zeros.
+ *
+ * Neighbouring queries of a sequence walk together, so that keys are fetched once for up to MOST_ROWS of them.
+ */
+#include <math.h>
+
+#include "vectors.h"
+
+#define TILE 64
+#define MOST_ROWS 8
+#define MOST_QUERIES 1024 /* of a walk and a key head */
+#define LANES 16
+#define TOGETHER 4 /* queries that share a value while it is in registers */
+
+/* Strides and offsets count numbers. Query of (row, head): queries + row * row_stride + head * key_dim. Key of slot s and
+ * key head h: cache + s * slot_stride + h * key_dim; its value: cache + s * slot_stride + value_offset + h * value_dim.
+ * Mirrored in walk.py. */
+struct attention {
+    const char *queries, *cache;
+    const int32_t *rows, *sequences, *positions; /* of the queries, [n] each; neighbours of a sequence in order */
+    const int32_t *tables;                       /* [sequences, table_width] blocks */
+    const float *sinks;                          /* [heads], or null: one more key's score, whose value is zero */
+    char *out;                                   /* [n, heads, value_dim] */
+    float *scratch;                              /* [MOST_ROWS * heads, 2 + TILE + value_dim] */
+    long n, row_stride, slot_stride, value_offset, block_size, table_width;
+    long heads, kv_heads, key_dim, value_dim, window;
+    float scale;
+};
+
+/* Neighbouring rows of a sequence. A query is number row * heads + head. */
+struct walk {
+    long first, rows;
+    long begin[MOST_ROWS], end[MOST_ROWS]; /* keys that a row sees */
+    float *top, *total, *shares, *sums;    /* [queries], [queries], [queries, TILE], [queries, value_dim] */
+};
+
+/* 16 dot products of a query, of 16 keys. */
+INLINE __m512 sums_of(__m512 *a) {
+    for (int i = 0; i < 8; i++)
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        __m512d left = _mm512_castps_pd(a[2 * i]), right = _mm512_castps_pd(a[2 * i + 1]);
+        a[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(left, right)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(left, right)));
+    }
+    for (int i = 0; i < 2; i++)
+        a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x44),
+                             _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xee));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xdd));
+}
+
+INLINE __m512 products(const int wide, const char *query, const char *const *keys, long offset, long dim) {
+    __m512 sums[LANES];
+    for (int j = 0; j < LANES; j++) sums[j] = _mm512_setzero_ps();
+    const long step = 64; /* bytes */
+    for (long at = 0; at < dim * (wide ? 4 : 2); at += step) {
+        __m512i part = _mm512_loadu_si512(query + at);
+        for (int j = 0; j < LANES; j++) {
+            __m512i key = _mm512_loadu_si512(keys[j] + offset + at);
+            if (wide)
+                sums[j] = _mm512_fmadd_ps(_mm512_castsi512_ps(part), _mm512_castsi512_ps(key), sums[j]);
+            else
+                sums[j] = _mm512_dpbf16_ps(sums[j], (__m512bh)part, (__m512bh)key);
+        }
+    }
+    return sums_of(sums);
+}
+
+/* The lanes of 16 keys from `key` on that lie in [begin, end). */
+INLINE __mmask16 seen(long key, long begin, long end) {
+    long low = begin - key, high = end - key;
+    unsigned below = low <= 0 ? 0 : low >= LANES ? 0xffff : (1u << low) - 1;
+    unsigned under = high <= 0 ? 0 : high >= LANES ? 0xffff : (1u << high) - 1;
+    return (__mmask16)(under & ~below);
+}
+
+/* Shares of a tile's keys for one query; its older sums and total are scaled to the new top. */
+INLINE void weigh(__m512 *scores, const __mmask16 *lanes, long groups, float *top, float *total, float *sums,
+                  long value_dim, float *shares) {
+    __m512 most = _mm512_set1_ps(-INFINITY);
+    for (long g = 0; g < groups; g++) most = _mm512_mask_max_ps(most, lanes[g], most, scores[g]);
+    float raised = fmaxf(*top, _mm512_reduce_max_ps(most));
+    __m512 all = _mm512_setzero_ps(), subtract = _mm512_set1_ps(raised);
+    for (long g = 0; g < groups; g++) {
+        __m512 share = _mm512_maskz_mov_ps(lanes[g], exp16(_mm512_sub_ps(scores[g], subtract)));
+        all = _mm512_add_ps(all, share);
+        _mm512_storeu_ps(shares + LANES * g, share);
+    }
+    if (raised > *top) {
+        __m512 kept = exp16(_mm512_set1_ps(*top - raised));
+        for (long d = 0; d < value_dim; d += LANES)
+            _mm512_storeu_ps(sums + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), kept));
+        *total *= _mm512_cvtss_f32(kept);
+        *top = raised;
+    }
+    *total += _mm512_reduce_add_ps(all);
+}
+
+/* Adds a tile's values, `width` * 16 numbers of each from byte `offset` on, to the sums of `count` queries. */
+INLINE void add_values(const int wide, const int count, const int width, const char *const *values, long offset,
+                       long keys, float *const *shares, float *const *sums, long dim) {
+    __m512 held[TOGETHER][4], value[4];
+    for (int q = 0; q < count; q++)
+        for (int d = 0; d < width; d++) held[q][d] = _mm512_loadu_ps(sums[q] + dim + LANES * d);
+    for (long key = 0; key < keys; key++) {
+        const char *at = values[key] + offset;
+        for (int d = 0; d < width; d++)
+            value[d] = wide ? _mm512_loadu_ps((const float *)at + LANES * d) : load16((const bf16 *)at + LANES * d);
+        for (int q = 0; q < count; q++) {
+            __m512 share = _mm512_set1_ps(shares[q][key]);
+            for (int d = 0; d < width; d++) held[q][d] = _mm512_fmadd_ps(share, value[d], held[q][d]);
+        }
+    }
+    for (int q = 0; q < count; q++)
+        for (int d = 0; d < width; d++) _mm512_storeu_ps(sums[q] + dim + LANES * d, held[q][d]);
+}
+
+/* All numbers of the values, for up to TOGETHER queries. */
+INLINE void add_all_values(const int wide, const int count, const char *const *values, long offset, long keys,
+                           float *const *shares, float *const *sums, long value_dim) {
+    long dim = 0, size = wide ? 4 : 2;
+    for (; dim + 4 * LANES <= value_dim; dim += 4 * LANES)
+        add_values(wide, count, 4, values, offset + dim * size, keys, shares, sums, dim);
+    for (; dim < value_dim; dim += LANES)
+        add_values(wide, count, 1, values, offset + dim * size, keys, shares, sums, dim);
+}
+
+/* A tile for the queries of one key head. keys: addresses of key head 0's, TILE of them, those from num_keys on only
+ * somewhere to read. */
+INLINE void tile_of_head(const int wide, const struct attention *a, const struct walk *w, long head, long first_key,
+                         const char *const *keys, long num_keys) {
+    const long size = wide ? 4 : 2, group = a->heads / a->kv_heads, lanes = (num_keys + LANES - 1) / LANES;
+    long chosen[MOST_QUERIES], num_chosen = 0;
+    for (long row = 0; row < w->rows; row++) {
+        __mmask16 sees[TILE / LANES];
+        unsigned any = 0;
+        for (long g = 0; g < lanes; g++) any |= sees[g] = seen(first_key + LANES * g, w->begin[row], w->end[row]);
+        for (long at = head * group; any && at < (head + 1) * group; at++) {
+            const char *query = a->queries + size * (a->rows[w->first + row] * a->row_stride + at * a->key_dim);
+            long q = row * a->heads + at;
+            __m512 scores[TILE / LANES];
+            for (long g = 0; g < lanes; g++)
+                scores[g] = _mm512_mul_ps(
+                    products(wide, query, keys + LANES * g, size * head * a->key_dim, a->key_dim),
+                    _mm512_set1_ps(a->scale));
+            weigh(scores, sees, lanes, w->top + q, w->total + q, w->sums + q * a->value_dim, a->value_dim,
+                  w->shares + q * TILE);
+            chosen[num_chosen++] = q;
+        }
+    }
+    for (long at = 0; at < num_chosen; at += TOGETHER) {
+        float *shares[TOGETHER], *sums[TOGETHER];
+        long count = num_chosen - at < TOGETHER ? num_chosen - at : TOGETHER;
+        for (long i = 0; i < count; i++) {
+            shares[i] = w->shares + chosen[at + i] * TILE;
+            sums[i] = w->sums + chosen[at + i] * a->value_dim;
+        }
+        long offset = size * (a->value_offset + head * a->value_dim);
+        switch (count) {
+            case 1: add_all_values(wide, 1, keys, offset, num_keys, shares, sums, a->value_dim); break;
+            case 2: add_all_values(wide, 2, keys, offset, num_keys, shares, sums, a->value_dim); break;
+            case 3: add_all_values(wide, 3, keys, offset, num_keys, shares, sums, a->value_dim); break;
+            default: add_all_values(wide, TOGETHER, keys, offset, num_keys, shares, sums, a->value_dim);
+        }
+    }
+}
+
+/* Addresses of key head 0's keys of a tile; those behind the last are the tile's first, so that none is wild. */
+static void find_keys(const struct attention *a, long size, long sequence, long first_key, long num_keys,
+                      const char **keys) {
+    const int32_t *table = a->tables + sequence * a->table_width;
+    for (long j = 0; j < TILE; j++) {
+        long key = j < num_keys ? first_key + j : first_key;
+        long slot = table[key / a->block_size] * a->block_size + key % a->block_size;
+        keys[j] = a->cache + size * slot * a->slot_stride;
+    }
+}
+
+/* Rows from `first` on that walk together: neighbours of one sequence. */
+static struct walk begin_walk(const struct attention *a, long first) {
+    struct walk w = {.first = first};
+    long most = a->heads * MOST_ROWS <= MOST_QUERIES ? MOST_ROWS : 1;
+    while (w.rows < most && first + w.rows < a->n && a->sequences[first + w.rows] == a->sequences[first]) {
+        long end = a->positions[first + w.rows] + 1;
+        w.end[w.rows] = end;
+        w.begin[w.rows++] = a->window && end > a->window ? end - a->window : 0;
+    }
+    long queries = w.rows * a->heads;
+    w.top = a->scratch;
+    w.total = w.top + queries;
+    w.shares = w.total + queries;
+    w.sums = w.shares + queries * TILE;
+    for (long q = 0; q < queries; q++) {
+        w.top[q] = a->sinks ? a->sinks[q % a->heads] : -INFINITY;
+        w.total[q] = a->sinks ? 1.0f : 0.0f;
+    }
+    for (long i = 0; i < queries * a->value_dim; i++) w.sums[i] = 0.0f;
+    return w;
+}
+
+INLINE void end_walk(const int wide, const struct attention *a, const struct walk *w) {
+    for (long q = 0; q < w->rows * a->heads; q++) {
+        long at = (w->first * a->heads + q) * a->value_dim;
+        __m512 total = _mm512_set1_ps(w->total[q]);
+        for (long d = 0; d < a->value_dim; d += LANES) {
+            __m512 mean = _mm512_div_ps(_mm512_loadu_ps(w->sums + q * a->value_dim + d), total);
+            if (wide)
+                _mm512_storeu_ps((float *)a->out + at + d, mean);
+            else
+                store16((bf16 *)a->out + at + d, mean);
+        }
+    }
+}
+
+INLINE void attend(const int wide, const struct attention *a) {
+    for (long first = 0; first < a->n;) {
+        struct walk w = begin_walk(a, first);
+        long sequence = a->sequences[first], begin = w.begin[0], end = w.end[w.rows - 1];
+        for (long tile = begin / TILE * TILE; tile < end; tile += TILE) {
+            const char *keys[TILE];
+            long num_keys = end - tile < TILE ? end - tile : TILE;
+            find_keys(a, wide ? 4 : 2, sequence, tile, num_keys, keys);
+            for (long head = 0; head < a->kv_heads; head++) tile_of_head(wide, a, &w, head, tile, keys, num_keys);
+        }
+        end_walk(wide, a, &w);
+        first += w.rows;
+    }
+}
+
+/* key_dim: a multiple of 32 in bf16 and of 16 in fp32; value_dim of 16; heads of kv_heads, at most MOST_QUERIES. */
+void phalanx_attend_bf16(const struct attention *a) { attend(0, a); }
+
+void phalanx_attend_fp32(const struct attention *a) { attend(1, a); }

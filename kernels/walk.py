@@ -1,0 +1,126 @@
+"""Attention of single queries over paged keys in C (kernels/walk.c). One thread; bf16 and fp32 on the CPU.
+
+A query's bits depend on its own keys alone: all of this is batch invariant. Keys and values are read where they lie.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels import native
+
+MOST_ROWS = 8  # neighbours of a sequence that walk together; as in walk.c
+ANY = 1 << 30
+_TILE = 64  # as in walk.c
+_MOST_HEADS = 1024
+_DIM_STEP = {torch.bfloat16: 32, torch.float32: 16}
+_POINTERS = ("queries", "cache", "rows", "sequences", "positions", "tables", "sinks", "out", "scratch")
+_NUMBERS = (
+    *("n", "row_stride", "slot_stride", "value_offset", "block_size", "table_width"),
+    *("heads", "kv_heads", "key_dim", "value_dim", "window"),
+)
+
+
+class _Attention(ctypes.Structure):
+    """`struct attention` of walk.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_long) for name in _NUMBERS),
+        ("scale", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Queries of a step, neighbours of a sequence in order. All int32: rows [n] of the batch, whose they are [n], the
+    positions [n] of their own keys; block tables [sequences, W]. window: 0 for none."""
+
+    rows: np.ndarray
+    sequences: np.ndarray
+    positions: np.ndarray
+    tables: np.ndarray
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeysAndValues:
+    """How a slot of the cache has them: `kv_heads` keys, each as long as a query, from its beginning on, and as many
+    values of `value_dim` from `value_offset` on."""
+
+    kv_heads: int
+    value_dim: int
+    value_offset: int
+
+
+def most_queries(dtype: torch.dtype, device: torch.device, heads: int, key_dim: int, value_dim: int) -> int:
+    """With how many queries of a sequence attention of this shape is best done by walking, here; 0: it cannot be.
+
+    In bf16 that is any number: up to three times as fast as torch's fused attention. In fp32 a few, where that has good
+    products of its own; and where a value is part of its key, as whole prompts are cheaper with both expanded. With
+    several threads torch, which uses them, is better.
+    """
+    step = _DIM_STEP.get(dtype)
+    if step is None or device.type != "cpu" or key_dim % step or value_dim % 16 or heads > _MOST_HEADS:
+        return 0
+    if torch.get_num_threads() != 1 or native.kernels() is None:
+        return 0
+    return ANY if dtype == torch.bfloat16 and key_dim == value_dim else MOST_ROWS
+
+
+def make_walk(
+    members: np.ndarray, seqlens_q: np.ndarray, seqlens_k: np.ndarray, tables: np.ndarray, window: int | None
+) -> Walk:
+    """All queries of the sequences `members` (int64 [m], ascending); the others are those of `plan_attention`."""
+    lens_q = seqlens_q[members]
+    sequences = np.repeat(members, lens_q)
+    offsets = np.arange(len(sequences)) - np.repeat(np.cumsum(lens_q) - lens_q, lens_q)
+    rows = (np.cumsum(seqlens_q) - seqlens_q)[sequences] + offsets
+    positions = (seqlens_k - seqlens_q)[sequences] + offsets
+    rows, sequences, positions, tables = (
+        np.ascontiguousarray(x, np.int32) for x in (rows, sequences, positions, tables)
+    )
+    return Walk(rows, sequences, positions, tables, window or 0)
+
+
+def walk_attention(
+    queries: Tensor, cache: Tensor, walk: Walk, where: KeysAndValues, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """queries [T, heads, D], those of a row side by side -> [n, heads, value_dim] for the n of the walk.
+
+    cache: [blocks, block_size, ...] of the same dtype, contiguous. sinks: as in `paged_attention`.
+    """
+    heads, key_dim = queries.shape[1:]
+    out = queries.new_empty(len(walk.rows), heads, where.value_dim)
+    scratch = torch.empty(MOST_ROWS * heads * (2 + _TILE + where.value_dim), dtype=torch.float32)
+    wide_sinks = None if sinks is None else sinks.float()
+    arguments = _Attention(
+        queries=queries.data_ptr(),
+        cache=cache.data_ptr(),
+        rows=walk.rows.ctypes.data,
+        sequences=walk.sequences.ctypes.data,
+        positions=walk.positions.ctypes.data,
+        tables=walk.tables.ctypes.data,
+        sinks=None if wide_sinks is None else wide_sinks.data_ptr(),
+        out=out.data_ptr(),
+        scratch=scratch.data_ptr(),
+        n=len(walk.rows),
+        row_stride=queries.stride(0),
+        slot_stride=cache.stride(1),
+        value_offset=where.value_offset,
+        block_size=cache.shape[1],
+        table_width=walk.tables.shape[1],
+        heads=heads,
+        kv_heads=where.kv_heads,
+        key_dim=key_dim,
+        value_dim=where.value_dim,
+        window=walk.window,
+        scale=scale,
+    )
+    library = native.loaded()
+    run = library.phalanx_attend_bf16 if queries.dtype == torch.bfloat16 else library.phalanx_attend_fp32
+    run(ctypes.byref(arguments))
+    return out
