@@ -129,10 +129,17 @@ INLINE void add_all_values(const int wide, const int count, const char *const *v
         add_values(wide, count, 1, values, offset + dim * size, keys, shares, sums, dim);
 }
 
-/* A tile for the queries of one key head. keys: addresses of key head 0's, TILE of them, those from num_keys on only
- * somewhere to read. */
+/* Some slots of the next tile: memory is far, and the hardware does not see which blocks come next. Each query of a tile
+ * fetches some, so that it goes on beside the products. */
+INLINE void prefetch(const struct attention *a, const char *const *slots, long size, long query, long queries) {
+    for (long j = query * TILE / queries; j < (query + 1) * TILE / queries; j++)
+        for (long at = 0; at < size * a->slot_stride; at += 64) _mm_prefetch(slots[j] + at, _MM_HINT_T0);
+}
+
+/* A tile for the queries of one key head. keys, next: addresses of the slots of this tile and of the next, TILE of each,
+ * those from num_keys on only somewhere to read. */
 INLINE void tile_of_head(const int wide, const struct attention *a, const struct walk *w, long head, long first_key,
-                         const char *const *keys, long num_keys) {
+                         const char *const *keys, const char *const *next, long num_keys) {
     const long size = wide ? 4 : 2, group = a->heads / a->kv_heads, lanes = (num_keys + LANES - 1) / LANES;
     long chosen[MOST_QUERIES], num_chosen = 0;
     for (long row = 0; row < w->rows; row++) {
@@ -143,10 +150,11 @@ INLINE void tile_of_head(const int wide, const struct attention *a, const struct
             const char *query = a->queries + size * (a->rows[w->first + row] * a->row_stride + at * a->key_dim);
             long q = row * a->heads + at;
             __m512 scores[TILE / LANES];
-            for (long g = 0; g < lanes; g++)
-                scores[g] = _mm512_mul_ps(
-                    products(wide, query, keys + LANES * g, size * head * a->key_dim, a->key_dim),
-                    _mm512_set1_ps(a->scale));
+            for (long g = 0; g < lanes; g++) {
+                scores[g] = products(wide, query, keys + LANES * g, size * head * a->key_dim, a->key_dim);
+                scores[g] = _mm512_mul_ps(scores[g], _mm512_set1_ps(a->scale));
+            }
+            prefetch(a, next, size, head * w->rows * group + num_chosen, w->rows * a->heads);
             weigh(scores, sees, lanes, w->top + q, w->total + q, w->sums + q * a->value_dim, a->value_dim,
                   w->shares + q * TILE);
             chosen[num_chosen++] = q;
@@ -169,15 +177,21 @@ INLINE void tile_of_head(const int wide, const struct attention *a, const struct
     }
 }
 
-/* Addresses of key head 0's keys of a tile; those behind the last are the tile's first, so that none is wild. */
-static void find_keys(const struct attention *a, long size, long sequence, long first_key, long num_keys,
-                      const char **keys) {
+/* Addresses of the slots of TILE keys from first_key on; those from `end` on are the first again, so that none is wild. */
+static void find_slots(const struct attention *a, long size, long sequence, long first_key, long end,
+                       const char **slots) {
     const int32_t *table = a->tables + sequence * a->table_width;
+    long block = first_key / a->block_size, offset = first_key % a->block_size;
     for (long j = 0; j < TILE; j++) {
-        long key = j < num_keys ? first_key + j : first_key;
-        long slot = table[key / a->block_size] * a->block_size + key % a->block_size;
-        keys[j] = a->cache + size * slot * a->slot_stride;
+        slots[j] = first_key + j < end ? a->cache + size * (table[block] * a->block_size + offset) * a->slot_stride
+                                       : slots[0];
+        if (++offset == a->block_size) block++, offset = 0;
     }
+}
+
+/* The first key that a query at `position` sees. */
+INLINE long first_seen(const struct attention *a, long position) {
+    return a->window && position >= a->window ? position + 1 - a->window : 0;
 }
 
 /* Rows from `first` on that walk together: neighbours of one sequence. */
@@ -185,9 +199,9 @@ static struct walk begin_walk(const struct attention *a, long first) {
     struct walk w = {.first = first};
     long most = a->heads * MOST_ROWS <= MOST_QUERIES ? MOST_ROWS : 1;
     while (w.rows < most && first + w.rows < a->n && a->sequences[first + w.rows] == a->sequences[first]) {
-        long end = a->positions[first + w.rows] + 1;
-        w.end[w.rows] = end;
-        w.begin[w.rows++] = a->window && end > a->window ? end - a->window : 0;
+        long position = a->positions[first + w.rows];
+        w.end[w.rows] = position + 1;
+        w.begin[w.rows++] = first_seen(a, position);
     }
     long queries = w.rows * a->heads;
     w.top = a->scratch;
@@ -216,15 +230,30 @@ INLINE void end_walk(const int wide, const struct attention *a, const struct wal
     }
 }
 
+/* What will be read after a tile of the walk: the next one, or the first of the walk that begins with row `after`. */
+static void find_next(const struct attention *a, const struct walk *w, long size, long tile, const char **slots) {
+    long after = w->first + w->rows, end = w->end[w->rows - 1];
+    if (tile + TILE < end) {
+        find_slots(a, size, a->sequences[w->first], tile + TILE, end, slots);
+    } else if (after < a->n) {
+        long position = a->positions[after], begin = first_seen(a, position) / TILE * TILE;
+        find_slots(a, size, a->sequences[after], begin, position + 1, slots);
+    } else {
+        find_slots(a, size, a->sequences[w->first], tile, tile + 1, slots);
+    }
+}
+
 INLINE void attend(const int wide, const struct attention *a) {
+    const long size = wide ? 4 : 2;
+    const char *slots[TILE], *next[TILE];
     for (long first = 0; first < a->n;) {
         struct walk w = begin_walk(a, first);
-        long sequence = a->sequences[first], begin = w.begin[0], end = w.end[w.rows - 1];
-        for (long tile = begin / TILE * TILE; tile < end; tile += TILE) {
-            const char *keys[TILE];
-            long num_keys = end - tile < TILE ? end - tile : TILE;
-            find_keys(a, wide ? 4 : 2, sequence, tile, num_keys, keys);
-            for (long head = 0; head < a->kv_heads; head++) tile_of_head(wide, a, &w, head, tile, keys, num_keys);
+        long end = w.end[w.rows - 1];
+        for (long tile = w.begin[0] / TILE * TILE; tile < end; tile += TILE) {
+            find_slots(a, size, a->sequences[first], tile, end, slots);
+            find_next(a, &w, size, tile, next);
+            for (long head = 0; head < a->kv_heads; head++)
+                tile_of_head(wide, a, &w, head, tile, slots, next, end - tile < TILE ? end - tile : TILE);
         }
         end_walk(wide, a, &w);
         first += w.rows;
