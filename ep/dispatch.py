@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ep.placement import ExpertPlacement, Placements, Turns
+from kernels import rows
 
 CPU = torch.device("cpu")
 
@@ -168,6 +169,8 @@ def weighted_sum(pairs: Tensor, weights: Tensor) -> Tensor:
     A block of tokens at a time on the CPU: products of a long prefill would be new memory in every layer, whose page
     faults take longer than the sums.
     """
+    if rows.usable(pairs, step=16) and pairs.is_contiguous() and weights.is_contiguous():
+        return rows.weighted_sum(pairs, weights)
     per_token = pairs.shape[1] * pairs.shape[2]
     block = max(1, _SUM_ELEMENTS // per_token) if pairs.device.type == "cpu" else len(pairs)
     if len(pairs) <= block:

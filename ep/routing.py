@@ -1,13 +1,14 @@
 """Which experts a token goes to, and how much each of them counts."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kernels import rows
 from kernels.invariance import sigmoid
 from kernels.linear import make_linear
+from kernels.rows import MOST_EXPERTS, Scores, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Routing:
     """
 
     top_k: int
-    scoring: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
+    scoring: Scoring = "softmax"
     normalize: bool = False
     scale: float = 1.0
     num_groups: int = 1
@@ -82,9 +83,14 @@ class Router:
     ):
         """weight [E, H]; bias of the logits and correction of the scores (`route`): [E]."""
         self.routing = routing
-        self.linear = make_linear(weight.float(), None if bias is None else bias.float(), invariant)
-        self.correction = None if correction is None else correction.float()
+        weight, bias = weight.float(), None if bias is None else bias.float()
+        self.scores = Scores(weight, bias) if Scores.fit(weight) else make_linear(weight, bias, invariant)
+        self.correction = None if correction is None else correction.float().contiguous()
+        self._in_c = routing.topk_groups == routing.num_groups and len(weight) <= MOST_EXPERTS
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> weights fp32 [T, k], topk_ids int64 [T, k]."""
-        return route(self.linear(x.float()), self.routing, self.correction)
+        logits, rule = self.scores(x if isinstance(self.scores, Scores) else x.float()), self.routing
+        if self._in_c and rows.usable(logits, step=1):
+            return rows.route(logits, rule.top_k, rule.scoring, self.correction, rule.normalize, rule.scale)
+        return route(logits, rule, self.correction)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import rows as row_kernels
 from kernels.tiled_attention import Tiles, make_tiles, tiled_attention
 from kernels.walk import KeysAndValues, Walk, make_walk, walk_attention
 
@@ -225,8 +226,11 @@ def plan_attention(
 
 
 def write_kv(cache: Tensor, slots: Tensor, kv: Tensor) -> None:
-    """Put keys and values kv [T, 2 * kv_heads * head_dim] of this step into their slots (int64 [T])."""
-    cache.view(-1, kv.shape[1]).index_copy_(0, slots, kv)
+    """Put the rows [T, W] of this step, keys and values or latents, into their slots (int64 [T]) of the cache."""
+    if row_kernels.usable(kv, cache, step=1):
+        row_kernels.put(cache, slots, kv)
+    else:
+        cache.view(-1, kv.shape[1]).index_copy_(0, slots, kv)
 
 
 def paged_attention(

@@ -8,10 +8,8 @@ go into the latent space (`q_nope @ key_up`), where the row itself is key and va
 through `value_up`. Whole prompts, whose every row is new, are cheaper with keys and values expanded once.
 """
 
-from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,11 +19,6 @@ from kernels.attention import AttentionGroup, AttentionPlan, attend, join
 from kernels.invariance import FixedRows
 from kernels.tiled_attention import Tiles, tiled_attention
 from kernels.walk import KeysAndValues, Walk, walk_attention
-
-
-def write_latent(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Put rows [T, rank + rope] of this step into their slots (int64 [T])."""
-    cache.view(-1, rows.shape[1]).index_copy_(0, slots, rows)
 
 
 def mla_attention(
@@ -110,7 +103,7 @@ def _walked(
     if len(walk.rows) < len(q_nope):
         rows = torch.from_numpy(walk.rows)
         q_nope, q_rope = q_nope.index_select(0, rows), q_rope.index_select(0, rows)
-        walk = replace(walk, rows=np.arange(len(rows), dtype=np.int32))
+        walk = walk.in_order()
     queries = torch.cat((_into_latent(q_nope, key_up), q_rope), dim=-1)
     return _out_of_latent(walk_attention(queries, cache, walk, _latents(key_up), scale), value_up)
 

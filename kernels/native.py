@@ -17,9 +17,9 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("strips.c", "walk.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("rows.c", "strips.c", "walk.c"))
 _HEADER = Path(__file__).with_name("vectors.h")
-COMPILER_FLAGS = ("-O3", "-shared", "-fPIC")
+COMPILER_FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")  # products are fused only where the source says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,20 @@ def loaded() -> ctypes.CDLL:
 
 def load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    pointer, number = ctypes.c_void_p, ctypes.c_long
+    pointer, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     library.phalanx_init.restype = ctypes.c_int
     signatures = {
         "pack": [pointer, pointer, *[number] * 4, pointer],
         "linear": [pointer, number, number, pointer, number, number, pointer, pointer, pointer],
+        "rms_norm": [flag, pointer, number, number, number, pointer, ctypes.c_float, pointer],
+        "rotate": [flag, pointer, *[number] * 5, pointer, pointer],
+        "weighted_sum": [flag, pointer, pointer, number, number, number, pointer],
+        "scores": [flag, pointer, number, number, pointer, pointer, number, number, pointer],
+        "route": [pointer, number, number, number, flag, pointer, flag, ctypes.c_float, pointer, pointer],
+        "put_rows": [pointer, pointer, pointer, number, number, number],
         "attend_bf16": [pointer],
         "attend_fp32": [pointer],
-        "experts": [pointer, pointer, number, *[pointer] * 4, number, number, ctypes.c_int, pointer, pointer],
+        "experts": [pointer, pointer, number, *[pointer] * 4, number, number, flag, pointer, pointer],
     }
     for name, types in signatures.items():
         function = getattr(library, f"phalanx_{name}")

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kernels import rows
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -98,5 +100,8 @@ class RotaryTable:
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads [T, n, dim] in place; cos and sin from `RotaryTable.at`."""
+    if rows.usable(heads, cos, sin, step=32):
+        rows.rotate_(heads, cos, sin)
+        return heads
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     return torch.add(heads * cos, swapped.mul_(sin), out=heads)

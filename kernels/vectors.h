@@ -5,6 +5,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 
 typedef uint16_t bf16;
@@ -29,6 +30,21 @@ INLINE __m512 exp16(__m512 x) {
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
     p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
     return _mm512_scalef_ps(p, n);
+}
+
+/* The sums of the numbers of each of 16 registers, which are lost. */
+INLINE __m512 sums_of(__m512 *a) {
+    for (int i = 0; i < 8; i++)
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        __m512d left = _mm512_castps_pd(a[2 * i]), right = _mm512_castps_pd(a[2 * i + 1]);
+        a[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(left, right)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(left, right)));
+    }
+    for (int i = 0; i < 2; i++)
+        a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x44),
+                             _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xee));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xdd));
 }
 
 #endif

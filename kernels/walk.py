@@ -34,16 +34,30 @@ class _Attention(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
 class Walk:
-    """Queries of a step, neighbours of a sequence in order. All int32: rows [n] of the batch, whose they are [n], the
-    positions [n] of their own keys; block tables [sequences, W]. window: 0 for none."""
+    """Queries of a step, neighbours of a sequence in order."""
 
-    rows: np.ndarray
-    sequences: np.ndarray
-    positions: np.ndarray
-    tables: np.ndarray
-    window: int
+    def __init__(
+        self, rows: np.ndarray, sequences: np.ndarray, positions: np.ndarray, tables: np.ndarray, window: int = 0
+    ) -> None:
+        """Rows [n] of the batch, whose they are [n], the positions [n] of their own keys; block tables [sequences, W].
+        window: 0 for none."""
+        self.rows, self.sequences, self.positions, self.tables = (
+            np.ascontiguousarray(array, np.int32) for array in (rows, sequences, positions, tables)
+        )
+        self.arguments = _Attention(
+            rows=self.rows.ctypes.data,
+            sequences=self.sequences.ctypes.data,
+            positions=self.positions.ctypes.data,
+            tables=self.tables.ctypes.data,
+            n=len(self.rows),
+            table_width=self.tables.shape[1],
+            window=window,
+        )  # of all layers: what belongs to one is set when it walks
+
+    def in_order(self) -> "Walk":
+        """The same queries where rows 0, 1, ... are theirs."""
+        return Walk(np.arange(len(self.rows)), self.sequences, self.positions, self.tables, self.arguments.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +94,6 @@ def make_walk(
     offsets = np.arange(len(sequences)) - np.repeat(np.cumsum(lens_q) - lens_q, lens_q)
     rows = (np.cumsum(seqlens_q) - seqlens_q)[sequences] + offsets
     positions = (seqlens_k - seqlens_q)[sequences] + offsets
-    rows, sequences, positions, tables = (
-        np.ascontiguousarray(x, np.int32) for x in (rows, sequences, positions, tables)
-    )
     return Walk(rows, sequences, positions, tables, window or 0)
 
 
@@ -97,29 +108,17 @@ def walk_attention(
     out = queries.new_empty(len(walk.rows), heads, where.value_dim)
     scratch = torch.empty(MOST_ROWS * heads * (2 + _TILE + where.value_dim), dtype=torch.float32)
     wide_sinks = None if sinks is None else sinks.float()
-    arguments = _Attention(
-        queries=queries.data_ptr(),
-        cache=cache.data_ptr(),
-        rows=walk.rows.ctypes.data,
-        sequences=walk.sequences.ctypes.data,
-        positions=walk.positions.ctypes.data,
-        tables=walk.tables.ctypes.data,
-        sinks=None if wide_sinks is None else wide_sinks.data_ptr(),
-        out=out.data_ptr(),
-        scratch=scratch.data_ptr(),
-        n=len(walk.rows),
-        row_stride=queries.stride(0),
-        slot_stride=cache.stride(1),
-        value_offset=where.value_offset,
-        block_size=cache.shape[1],
-        table_width=walk.tables.shape[1],
-        heads=heads,
-        kv_heads=where.kv_heads,
-        key_dim=key_dim,
-        value_dim=where.value_dim,
-        window=walk.window,
-        scale=scale,
+    arguments = walk.arguments
+    arguments.queries, arguments.row_stride = queries.data_ptr(), queries.stride(0)
+    arguments.cache, arguments.slot_stride, arguments.block_size = cache.data_ptr(), cache.stride(1), cache.shape[1]
+    arguments.heads, arguments.key_dim = heads, key_dim
+    arguments.kv_heads, arguments.value_dim, arguments.value_offset = (
+        where.kv_heads,
+        where.value_dim,
+        where.value_offset,
     )
+    arguments.sinks = None if wide_sinks is None else wide_sinks.data_ptr()
+    arguments.out, arguments.scratch, arguments.scale = out.data_ptr(), scratch.data_ptr(), scale
     library = native.loaded()
     run = library.phalanx_attend_bf16 if queries.dtype == torch.bfloat16 else library.phalanx_attend_fp32
     run(ctypes.byref(arguments))

@@ -9,7 +9,7 @@ from dp_engine.attention_config import GroupedQueries, LatentAttention
 from dp_engine.models.tensors import Tensors
 from kernels.attention import AttentionPlan, paged_attention, write_kv
 from kernels.linear import make_linear
-from kernels.mla import mla_attention, write_latent
+from kernels.mla import mla_attention
 from kernels.norm import rms_norm
 from kernels.rotary import rotate_
 
@@ -138,7 +138,7 @@ class MultiHeadLatentAttention:
         rotate_(q_rope, context.cos, context.sin)
         rotate_(key.unsqueeze(1), context.cos, context.sin)
         rows = torch.cat((rms_norm(latent, self.kv_norm, LATENT_EPS), key), dim=1)
-        write_latent(cache, context.slots, rows)
+        write_kv(cache, context.slots, rows)
         attended = mla_attention(q_nope, q_rope, rows, cache, context.plan, self.key_up, self.value_up, shape.scale)
         return self.out.add(attended, x)
 

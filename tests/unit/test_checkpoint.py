@@ -82,7 +82,7 @@ def weights_of(model: Decoder) -> list[torch.Tensor]:
     for layer in model.layers:
         attention, mixture = layer.attention, layer.ffn
         tensors += [layer.input_norm, attention.qkv.weight, attention.out.weight, layer.ffn_norm]
-        tensors.append(mixture.router.linear.weight)
+        tensors.append(mixture.router.scores.weight)
         for expert in mixture.experts.experts:
             tensors += [expert.gate.weight, expert.up.weight, expert.down.weight]
     return tensors

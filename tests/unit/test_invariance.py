@@ -16,7 +16,7 @@ from kernels.expert_weights import Activation
 from kernels.experts import ExpertWeights, make_experts, make_mlp
 from kernels.invariance import COUNTS, REFERENCE, SAMPLES, FixedRows, NotInvariant, prove
 from kernels.linear import InvariantLinear, make_linear
-from kernels.mla import mla_attention, write_latent
+from kernels.mla import mla_attention
 from kernels.norm import rms_norm
 
 CPU = torch.device("cpu")
@@ -218,7 +218,7 @@ class Requests:
         q_nope, q_rope, rows = (
             torch.cat([kind[who][span] for who, span in spans]) for kind in (self.q_nope, self.q_rope, self.rows)
         )
-        write_latent(cache, slots, rows)
+        write_kv(cache, slots, rows)
         return mla_attention(q_nope, q_rope, rows, cache, plan, self.key_up, self.value_up, 0.2)
 
 
