@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep.dispatch import weighted_sum
@@ -29,6 +29,7 @@ def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "kernels", lambda: None)
 
 
+@settings(deadline=None)
 @given(counts, st.sampled_from([32, 96, 576]), dtypes, seeds)
 def test_norm(count: int, width: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
@@ -40,6 +41,7 @@ def test_norm(count: int, width: int, dtype: torch.dtype, seed: int) -> None:
     assert torch.equal(found[1:], rms_norm(x[1:], weight, 1e-5))
 
 
+@settings(deadline=None)
 @given(counts, st.integers(1, 5), st.sampled_from([32, 64, 128]), dtypes, seeds)
 def test_rotation(count: int, heads: int, width: int, dtype: torch.dtype, seed: int) -> None:
     """Bit for bit torch's, in a part of wider heads, and nothing beside it."""
@@ -55,6 +57,7 @@ def test_rotation(count: int, heads: int, width: int, dtype: torch.dtype, seed: 
     assert torch.equal(wide, before)
 
 
+@settings(deadline=None)
 @given(counts, st.integers(1, 9), st.sampled_from([16, 48, 576]), dtypes, seeds)
 def test_weighted_sum(count: int, top_k: int, width: int, dtype: torch.dtype, seed: int) -> None:
     """Bit for bit the sum in k order."""
@@ -66,6 +69,7 @@ def test_weighted_sum(count: int, top_k: int, width: int, dtype: torch.dtype, se
     assert torch.equal(weighted_sum(pairs, weights), expected.to(dtype))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.sampled_from([1, 15, 16, 17, 60]), st.booleans(), dtypes, seeds)
 def test_scores(count: int, experts: int, with_bias: bool, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
@@ -76,6 +80,7 @@ def test_scores(count: int, experts: int, with_bias: bool, dtype: torch.dtype, s
     assert torch.equal(found[-1:], Scores(weight, bias)(x[-1:]))
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 20),
     st.sampled_from([(2, 2), (8, 2), (15, 4), (64, 8), (160, 6), (MOST_EXPERTS, 10)]),
@@ -113,6 +118,7 @@ def test_equals_come_in_order() -> None:
     torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
 
 
+@settings(deadline=None)
 @given(counts, st.integers(1, 70), dtypes, seeds)
 def test_rows_into_the_cache(count: int, width: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
