@@ -47,7 +47,9 @@ class EngineConfig(BaseModel):
     )
     overlap: bool = Field(False, description="Schedule a step while the one before it is being computed.")
     batch_invariant: bool = Field(
-        False, description="Compute a request's logits in a way that no other request and no rank changes; slower."
+        False,
+        description="Compute a request's logits in a way that no other request and no rank changes; slower, except for "
+        "bf16 where the C kernels run.",
     )
 
     # ---- memory

@@ -108,11 +108,13 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run forwards of fixed shapes, the same on every rank, so that no request pays for first times. Uses the null
-        block alone, and cleans it."""
+        block alone, and cleans it and the layers' counters."""
         self._model.warm_up()
         for num_tokens in WARM_UP_TOKENS:
             self.run(_warm_up_batch(num_tokens, self._cache.block_size))
         self._cache.clear_null_block()
+        for layer in self.moe_layers:
+            layer.num_rows = 0
 
     def _step(self, batch: Batch) -> Step:
         shape = self.model_config.attention

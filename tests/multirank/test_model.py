@@ -220,6 +220,7 @@ def test_warm_up_leaves_no_trace(checkpoints: dict[str, Path]) -> None:
     runner = load(checkpoints["gqa"], 0, 1, None)
     runner.warm_up()
     assert all(not layer.any() for layer in runner._cache.layers)
+    assert all(layer.num_rows == 0 for layer in runner.moe_layers)
 
 
 def test_bf16_is_close_to_fp32(checkpoints: dict[str, Path], prompts: list[list[int]]) -> None:
