@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch  # noqa: F401  its threads' library has to be there before the kernels ask for one
+
 log = logging.getLogger(__name__)
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("rows.c", "strips.c", "walk.c"))
 _HEADER = Path(__file__).with_name("vectors.h")
-COMPILER_FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")  # products are fused only where the source says so
+# Products are fused only where the source says so. The threads are torch's: its libgomp is loaded first.
+COMPILER_FLAGS = ("-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,14 @@
-/* What is computed row by row, for one thread, in fp32 or bf16: roundings are where torch has them, so that a row's bits
+/* What is computed row by row, in fp32 or bf16: roundings are where torch has them, so that a row's bits
  * are its own and, but for the order of sums, torch's.
  */
 #include <math.h>
 #include <string.h>
 
 #include "vectors.h"
+
+/* Threads share rows if these have enough numbers together: it takes some microseconds to begin. */
+#define SHARED(numbers) _Pragma(STRING(omp parallel for if ((numbers) > 100000)))
+#define STRING(...) #__VA_ARGS__
 
 INLINE __m512 load(const int wide, const void *x, long at) {
     return wide ? _mm512_loadu_ps((const float *)x + at) : load16((const bf16 *)x + at);
@@ -17,6 +21,9 @@ INLINE void store(const int wide, void *y, long at, __m512 v) {
         store16((bf16 *)y + at, v);
 }
 
+/* The first `count` lanes. */
+INLINE __mmask16 lanes_of(long count) { return count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1); }
+
 /* To bf16 and back, unless wide. */
 INLINE __m512 rounded(const int wide, __m512 v) {
     if (wide) return v;
@@ -24,106 +31,98 @@ INLINE __m512 rounded(const int wide, __m512 v) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(half, 16));
 }
 
-INLINE void rms_norm(const int wide, const void *x, long rows, long stride, long dim, const void *weight, float eps,
-                     void *y) {
-    for (long row = 0; row < rows; row++) {
-        __m512 even = _mm512_setzero_ps(), odd = even;
-        for (long d = 0; d < dim; d += 32) {
-            __m512 first = load(wide, x, row * stride + d), second = load(wide, x, row * stride + d + 16);
-            even = _mm512_fmadd_ps(first, first, even);
-            odd = _mm512_fmadd_ps(second, second, odd);
-        }
-        float mean = _mm512_reduce_add_ps(_mm512_add_ps(even, odd)) / (float)dim;
-        __m512 scale = _mm512_set1_ps(1.0f / sqrtf(mean + eps));
-        for (long d = 0; d < dim; d += 16) {
-            __m512 normed = rounded(wide, _mm512_mul_ps(load(wide, x, row * stride + d), scale));
-            store(wide, y, row * dim + d, _mm512_mul_ps(normed, load(wide, weight, d)));
-        }
+/* Calls `function` for numbers of 4 bytes or of 2, which it knows when it is compiled. */
+#define EITHER(function, ...) (wide ? function(1, __VA_ARGS__) : function(0, __VA_ARGS__))
+
+INLINE void norm_row(const int wide, const void *x, long first, long dim, const void *weight, float eps, void *y, long to) {
+    __m512 even = _mm512_setzero_ps(), odd = even;
+    for (long d = 0; d < dim; d += 32) {
+        __m512 left = load(wide, x, first + d), right = load(wide, x, first + d + 16);
+        even = _mm512_fmadd_ps(left, left, even);
+        odd = _mm512_fmadd_ps(right, right, odd);
+    }
+    float mean = _mm512_reduce_add_ps(_mm512_add_ps(even, odd)) / (float)dim;
+    __m512 scale = _mm512_set1_ps(1.0f / sqrtf(mean + eps));
+    for (long d = 0; d < dim; d += 16) {
+        __m512 normed = rounded(wide, _mm512_mul_ps(load(wide, x, first + d), scale));
+        store(wide, y, to + d, _mm512_mul_ps(normed, load(wide, weight, d)));
     }
 }
 
 /* y [rows, dim]: rows of x, `stride` apart, to unit root mean square, times weight [dim]; dim a multiple of 32. */
 void phalanx_rms_norm(int wide, const void *x, long rows, long stride, long dim, const void *weight, float eps, void *y) {
-    if (wide)
-        rms_norm(1, x, rows, stride, dim, weight, eps, y);
-    else
-        rms_norm(0, x, rows, stride, dim, weight, eps, y);
+    SHARED(rows * dim)
+    for (long row = 0; row < rows; row++) EITHER(norm_row, x, row * stride, dim, weight, eps, y, row * dim);
 }
 
 INLINE __m512 turned(const int wide, __m512 own, __m512 cos, __m512 other, __m512 sin) {
     return _mm512_add_ps(rounded(wide, _mm512_mul_ps(own, cos)), rounded(wide, _mm512_mul_ps(other, sin)));
 }
 
-INLINE void rotate(const int wide, void *x, long rows, long row_stride, long heads, long head_stride, long dim,
-                   const void *cos, const void *sin) {
-    long half = dim / 2;
-    for (long row = 0; row < rows; row++)
-        for (long head = 0; head < heads; head++)
-            for (long d = 0; d < half; d += 16) {
-                long at = row * row_stride + head * head_stride + d, angle = row * dim + d;
-                __m512 low = load(wide, x, at), high = load(wide, x, at + half);
-                store(wide, x, at, turned(wide, low, load(wide, cos, angle), high, load(wide, sin, angle)));
-                angle += half;
-                store(wide, x, at + half, turned(wide, high, load(wide, cos, angle), low, load(wide, sin, angle)));
-            }
+INLINE void rotate_row(const int wide, void *x, long first, long heads, long head_stride, long dim, const void *cos,
+                       const void *sin, long angles) {
+    for (long head = 0; head < heads; head++)
+        for (long d = 0; d < dim / 2; d += 16) {
+            long low_at = first + head * head_stride + d, high_at = low_at + dim / 2, high_angle = angles + d + dim / 2;
+            __m512 low = load(wide, x, low_at), high = load(wide, x, high_at);
+            __m512 cos_low = load(wide, cos, angles + d), sin_low = load(wide, sin, angles + d);
+            store(wide, x, low_at, turned(wide, low, cos_low, high, sin_low));
+            store(wide, x, high_at, turned(wide, high, load(wide, cos, high_angle), low, load(wide, sin, high_angle)));
+        }
 }
 
 /* Rotates x [rows, heads, dim] in place by cos and sin [rows, dim], the lower half's sign in sin; dim a multiple of 32. */
 void phalanx_rotate(int wide, void *x, long rows, long row_stride, long heads, long head_stride, long dim,
                     const void *cos, const void *sin) {
-    if (wide)
-        rotate(1, x, rows, row_stride, heads, head_stride, dim, cos, sin);
-    else
-        rotate(0, x, rows, row_stride, heads, head_stride, dim, cos, sin);
+    SHARED(rows * heads * dim)
+    for (long row = 0; row < rows; row++)
+        EITHER(rotate_row, x, row * row_stride, heads, head_stride, dim, cos, sin, row * dim);
 }
 
-INLINE void weighted_sum(const int wide, const void *pairs, const float *weights, long tokens, long k, long dim,
-                         void *y) {
-    for (long token = 0; token < tokens; token++)
-        for (long d = 0; d < dim; d += 16) {
-            __m512 sum = _mm512_setzero_ps();
-            for (long j = token * k; j < (token + 1) * k; j++)
-                sum = _mm512_add_ps(sum, _mm512_mul_ps(load(wide, pairs, j * dim + d), _mm512_set1_ps(weights[j])));
-            store(wide, y, token * dim + d, sum);
+INLINE void sum_row(const int wide, const void *pairs, long first, const float *weights, long k, long dim, void *y, long to) {
+    for (long d = 0; d < dim; d += 16) {
+        __m512 sum = _mm512_setzero_ps();
+        for (long j = 0; j < k; j++) {
+            __m512 part = load(wide, pairs, first + j * dim + d);
+            sum = _mm512_add_ps(sum, _mm512_mul_ps(part, _mm512_set1_ps(weights[j])));
         }
+        store(wide, y, to + d, sum);
+    }
 }
 
 /* y [tokens, dim] = sum of pairs [tokens, k, dim] times weights [tokens, k], in k order; dim a multiple of 16. */
 void phalanx_weighted_sum(int wide, const void *pairs, const float *weights, long tokens, long k, long dim, void *y) {
-    if (wide)
-        weighted_sum(1, pairs, weights, tokens, k, dim, y);
-    else
-        weighted_sum(0, pairs, weights, tokens, k, dim, y);
+    SHARED(tokens * k * dim)
+    for (long token = 0; token < tokens; token++)
+        EITHER(sum_row, pairs, token * k * dim, weights + token * k, k, dim, y, token * dim);
 }
 
-INLINE void scores(const int wide, const void *x, long rows, long stride, const float *weight, const float *bias,
-                   long experts, long dim, float *y) {
-    for (long row = 0; row < rows; row++)
-        for (long first = 0; first < experts; first += LANES) {
-            __m512 sums[LANES];
-            __mmask16 lanes = experts - first >= LANES ? 0xffff : (__mmask16)((1u << (experts - first)) - 1);
-            for (int e = 0; e < LANES; e++) sums[e] = _mm512_setzero_ps();
-            for (long d = 0; d < dim; d += 16) {
-                __m512 part = load(wide, x, row * stride + d);
-                for (int e = 0; e < LANES; e++) {
-                    long expert = first + e < experts ? first + e : first;
-                    sums[e] = _mm512_fmadd_ps(part, _mm512_loadu_ps(weight + expert * dim + d), sums[e]);
-                }
+INLINE void score_row(const int wide, const void *x, long at, const float *weight, const float *bias, long experts,
+                      long dim, float *y) {
+    for (long first = 0; first < experts; first += LANES) {
+        __m512 sums[LANES];
+        __mmask16 lanes = lanes_of(experts - first);
+        for (int e = 0; e < LANES; e++) sums[e] = _mm512_setzero_ps();
+        for (long d = 0; d < dim; d += 16) {
+            __m512 part = load(wide, x, at + d);
+            for (int e = 0; e < LANES; e++) {
+                long expert = first + e < experts ? first + e : first;
+                sums[e] = _mm512_fmadd_ps(part, _mm512_loadu_ps(weight + expert * dim + d), sums[e]);
             }
-            __m512 sum = sums_of(sums);
-            if (bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes, bias + first));
-            _mm512_mask_storeu_ps(y + row * experts + first, lanes, sum);
         }
+        __m512 sum = sums_of(sums);
+        if (bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes, bias + first));
+        _mm512_mask_storeu_ps(y + first, lanes, sum);
+    }
 }
 
 /* y fp32 [rows, experts] = x [rows, dim] @ weight.T + bias, rows `stride` apart, the rest fp32; bias may be null; dim a
  * multiple of 16. The weight is read anew for every row: for those that fit into a cache. */
 void phalanx_scores(int wide, const void *x, long rows, long stride, const float *weight, const float *bias,
                     long experts, long dim, float *y) {
-    if (wide)
-        scores(1, x, rows, stride, weight, bias, experts, dim, y);
-    else
-        scores(0, x, rows, stride, weight, bias, experts, dim, y);
+    SHARED(rows * experts * dim)
+    for (long row = 0; row < rows; row++)
+        EITHER(score_row, x, row * stride, weight, bias, experts, dim, y + row * experts);
 }
 
 enum scoring { SOFTMAX, TOPK_SOFTMAX, SIGMOID };
@@ -134,7 +133,7 @@ enum scoring { SOFTMAX, TOPK_SOFTMAX, SIGMOID };
 static float exponentials(float *x, long count, float most) {
     __m512 sum = _mm512_setzero_ps();
     for (long at = 0; at < count; at += LANES) {
-        __mmask16 lanes = count - at >= LANES ? 0xffff : (__mmask16)((1u << (count - at)) - 1);
+        __mmask16 lanes = lanes_of(count - at);
         __m512 e = exp16(_mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, x + at), _mm512_set1_ps(most)));
         _mm512_mask_storeu_ps(x + at, lanes, e);
         sum = _mm512_mask_add_ps(sum, lanes, sum, e);
@@ -145,7 +144,7 @@ static float exponentials(float *x, long count, float most) {
 static float largest(const float *x, long count) {
     __m512 most = _mm512_set1_ps(-INFINITY);
     for (long at = 0; at < count; at += LANES) {
-        __mmask16 lanes = count - at >= LANES ? 0xffff : (__mmask16)((1u << (count - at)) - 1);
+        __mmask16 lanes = lanes_of(count - at);
         most = _mm512_mask_max_ps(most, lanes, most, _mm512_maskz_loadu_ps(lanes, x + at));
     }
     return _mm512_reduce_max_ps(most);
@@ -162,36 +161,42 @@ static void best(float *choice, long count, long k, int64_t *ids) {
     }
 }
 
+static void route(float *logits, long experts, long k, int scoring, const float *correction, int normalize, float scale,
+                  float *weights, int64_t *ids) {
+    float choice[MOST_EXPERTS];
+    if (scoring == SOFTMAX) {
+        float total = exponentials(logits, experts, largest(logits, experts));
+        for (long e = 0; e < experts; e++) logits[e] /= total;
+    } else if (scoring == SIGMOID) {
+        for (long e = 0; e < experts; e++) logits[e] = -logits[e];
+        exponentials(logits, experts, 0.0f);
+        for (long e = 0; e < experts; e++) logits[e] = 1.0f / (1.0f + logits[e]);
+    }
+    for (long e = 0; e < experts; e++) choice[e] = correction ? logits[e] + correction[e] : logits[e];
+    best(choice, experts, k, ids);
+    for (long j = 0; j < k; j++) weights[j] = logits[ids[j]];
+    float total = scoring == TOPK_SOFTMAX ? exponentials(weights, k, weights[0]) : 0.0f;
+    if (scoring == TOPK_SOFTMAX)
+        for (long j = 0; j < k; j++) weights[j] /= total;
+    if (normalize) {
+        total = scoring == SIGMOID ? 1e-20f : 0.0f;
+        for (long j = 0; j < k; j++) total += weights[j];
+        for (long j = 0; j < k; j++) weights[j] /= total;
+    }
+    for (long j = 0; j < k; j++) weights[j] *= scale;
+}
+
 /* The rule of ep/routing.py without groups: logits [rows, experts], which are lost -> weights, ids [rows, k]. correction
  * [experts] or null; at most MOST_EXPERTS; logits are finite. */
 void phalanx_route(float *logits, long rows, long experts, long k, int scoring, const float *correction, int normalize,
                    float scale, float *weights, int64_t *ids) {
-    float choice[MOST_EXPERTS];
-    for (long row = 0; row < rows; row++, logits += experts, weights += k, ids += k) {
-        if (scoring == SOFTMAX) {
-            float total = exponentials(logits, experts, largest(logits, experts));
-            for (long e = 0; e < experts; e++) logits[e] /= total;
-        } else if (scoring == SIGMOID) {
-            for (long e = 0; e < experts; e++) logits[e] = -logits[e];
-            exponentials(logits, experts, 0.0f);
-            for (long e = 0; e < experts; e++) logits[e] = 1.0f / (1.0f + logits[e]);
-        }
-        for (long e = 0; e < experts; e++) choice[e] = correction ? logits[e] + correction[e] : logits[e];
-        best(choice, experts, k, ids);
-        for (long j = 0; j < k; j++) weights[j] = logits[ids[j]];
-        float total = scoring == TOPK_SOFTMAX ? exponentials(weights, k, weights[0]) : 0.0f;
-        if (scoring == TOPK_SOFTMAX)
-            for (long j = 0; j < k; j++) weights[j] /= total;
-        if (normalize) {
-            total = scoring == SIGMOID ? 1e-20f : 0.0f;
-            for (long j = 0; j < k; j++) total += weights[j];
-            for (long j = 0; j < k; j++) weights[j] /= total;
-        }
-        for (long j = 0; j < k; j++) weights[j] *= scale;
-    }
+    SHARED(rows * experts * 8)
+    for (long row = 0; row < rows; row++)
+        route(logits + row * experts, experts, k, scoring, correction, normalize, scale, weights + row * k, ids + row * k);
 }
 
 /* Row i of `rows`, `bytes` long and `stride` bytes apart, to place `slots[i]` of `to`, whose rows lie side by side. */
 void phalanx_put_rows(char *to, const int64_t *slots, const char *rows, long count, long stride, long bytes) {
+    SHARED(count * bytes)
     for (long i = 0; i < count; i++) memcpy(to + slots[i] * bytes, rows + i * stride, bytes);
 }

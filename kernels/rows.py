@@ -1,4 +1,4 @@
-"""What is computed row by row, in C (kernels/rows.c). One thread; bf16 and fp32 on the CPU.
+"""What is computed row by row, in C (kernels/rows.c): bf16 and fp32 on the CPU.
 
 These are the short operations between the products. As chains of torch operators each takes longer to start than to
 compute at the few rows of a decode step.
@@ -23,7 +23,6 @@ def usable(*tensors: Tensor, step: int) -> bool:
     return (
         first.dtype in (torch.bfloat16, torch.float32)
         and all(x.dtype == first.dtype and x.is_cpu and x.stride(-1) == 1 and not x.shape[-1] % step for x in tensors)
-        and torch.get_num_threads() == 1
         and native.kernels() is not None
     )
 

@@ -1,5 +1,5 @@
-/* bf16 matrix products with packed weights, for one thread: on AMX tiles where the compiler is told of them, else with
- * AVX-512's bf16 products.
+/* bf16 matrix products with packed weights: on AMX tiles where the compiler is told of them, else with AVX-512's bf16
+ * products. Threads share strips.
  *
  * At the few rows of a decode step a product is a walk through the weights, so the packed weight is one stream in the
  * order of use, and prefetched by hand: the hardware does not see tile loads coming, and stops at every page.
@@ -147,12 +147,17 @@ static void prefer_huge_pages(char *from, long bytes) {
  * those of the one before. A weight [N, K]: left is row 0, right row 16, step 32. Two that are interleaved: step 16. */
 void phalanx_pack(const bf16 *left, const bf16 *right, long ld, long step, long strips, long k, char *to) {
     prefer_huge_pages(to, strips * 64 * k);
-    for (long strip = 0; strip < strips; strip++, left += step * ld, right += step * ld)
-        for (long kb = 0; kb < k; kb += 32, to += 2 * TILE_BYTES) {
-            pack_tile(left + kb, ld, to);
-            pack_tile(right + kb, ld, to + TILE_BYTES);
-        }
-    _mm_sfence();
+#pragma omp parallel
+    {
+        struct share own = own_share(strips);
+        for (long strip = own.first; strip < own.past; strip++)
+            for (long kb = 0; kb < k; kb += 32) {
+                char *tiles = to + 64 * (strip * k + kb);
+                pack_tile(left + strip * step * ld + kb, ld, tiles);
+                pack_tile(right + strip * step * ld + kb, ld, tiles + TILE_BYTES);
+            }
+        _mm_sfence();
+    }
 }
 
 /* Rows go through a strip in blocks of like size. */
@@ -160,13 +165,13 @@ INLINE long num_blocks(long m) { return (m + MOST_ROWS - 1) / MOST_ROWS; }
 
 INLINE long first_row(long m, long blocks, long block) { return block * m / blocks; }
 
-/* y [m, n] = x [m, k] @ w.T, plus `bias` [n] and `add` [m, n] unless they are null. Rows of x lie ldx elements apart. */
-void phalanx_linear(const bf16 *x, long m, long ldx, const char *w, long n, long k, const bf16 *bias,
-                        const bf16 *add, bf16 *y) {
+static void linear(struct share own, const bf16 *x, long m, long ldx, const char *w, long n, long k, const bf16 *bias,
+                   const bf16 *add, bf16 *y) {
     float sums[512] __attribute__((aligned(64)));
     long blocks = num_blocks(m);
     int begun = 0;
-    for (long strip = 0; strip < n; strip += 32, w += 64 * k)
+    w += 64 * k * own.first;
+    for (long strip = 32 * own.first; strip < 32 * own.past; strip += 32, w += 64 * k)
         for (long block = 0; block < blocks; block++) {
             long row = first_row(m, blocks, block);
             int rows = (int)(first_row(m, blocks, block + 1) - row);
@@ -182,6 +187,13 @@ void phalanx_linear(const bf16 *x, long m, long ldx, const char *w, long n, long
                 }
         }
     end_rows();
+}
+
+/* y [m, n] = x [m, k] @ w.T, plus `bias` [n] and `add` [m, n] unless they are null. Rows of x lie ldx elements apart. */
+void phalanx_linear(const bf16 *x, long m, long ldx, const char *w, long n, long k, const bf16 *bias, const bf16 *add,
+                    bf16 *y) {
+#pragma omp parallel
+    linear(own_share(n / 32), x, m, ldx, w, n, k, bias, add, y);
 }
 
 static inline __m512 sigmoid16(__m512 x) {
@@ -207,11 +219,13 @@ static inline __m512 swiglu_oai16(__m512 gate, __m512 up) {
 
 /* y [m, n] = act(x @ gate.T, x @ up.T); w holds 16 outputs of gate and the same 16 of up in each strip, and so does
  * `bias` [2 n] unless it is null. */
-static void gated(const bf16 *x, long m, const char *w, const bf16 *bias, long n, long k, int clamped, bf16 *y) {
+static void gated(struct share own, const bf16 *x, long m, const char *w, const bf16 *bias, long n, long k, int clamped,
+                  bf16 *y) {
     float sums[512] __attribute__((aligned(64)));
     long blocks = num_blocks(m);
     int begun = 0;
-    for (long at = 0; at < n; at += 16, w += 64 * k)
+    w += 64 * k * own.first;
+    for (long at = 16 * own.first; at < 16 * own.past; at += 16, w += 64 * k)
         for (long block = 0; block < blocks; block++) {
             long row = first_row(m, blocks, block);
             int rows = (int)(first_row(m, blocks, block + 1) - row);
@@ -231,13 +245,21 @@ static void gated(const bf16 *x, long m, const char *w, const bf16 *bias, long n
 
 /* Gated networks over rows [sum(counts), hidden] grouped by expert; scratch [max(counts), inner]. A bias may be null. */
 void phalanx_experts(const bf16 *rows, const long *counts, long experts, const char *const *gate_up,
-                         const char *const *down, const bf16 *const *gate_up_bias, const bf16 *const *down_bias,
-                         long hidden, long inner, int clamped, bf16 *scratch, bf16 *out) {
-    for (long e = 0; e < experts; e++) {
-        if (!counts[e]) continue;
-        gated(rows, counts[e], gate_up[e], gate_up_bias[e], inner, hidden, clamped, scratch);
-        phalanx_linear(scratch, counts[e], inner, down[e], hidden, inner, down_bias[e], 0, out);
-        rows += counts[e] * hidden;
-        out += counts[e] * hidden;
+                     const char *const *down, const bf16 *const *gate_up_bias, const bf16 *const *down_bias, long hidden,
+                     long inner, int clamped, bf16 *scratch, bf16 *out) {
+#pragma omp parallel
+    {
+        struct share of_inner = own_share(inner / 16), of_hidden = own_share(hidden / 32);
+        const bf16 *x = rows;
+        bf16 *y = out;
+        for (long e = 0; e < experts; e++) {
+            if (!counts[e]) continue;
+            gated(of_inner, x, counts[e], gate_up[e], gate_up_bias[e], inner, hidden, clamped, scratch);
+#pragma omp barrier
+            linear(of_hidden, scratch, counts[e], inner, down[e], hidden, inner, down_bias[e], 0, y);
+#pragma omp barrier
+            x += counts[e] * hidden;
+            y += counts[e] * hidden;
+        }
     }
 }

@@ -1,6 +1,7 @@
-"""Linear layers and experts over weights packed in strips (kernels/strips.c). One thread; bf16 on the CPU.
+"""Linear layers and experts over weights packed in strips (kernels/strips.c): bf16 on the CPU.
 
-A row's sums are its own, in an order that knows neither its place nor the other rows: all of this is batch invariant.
+A row's sums are its own, in an order that knows neither its place nor the other rows nor the number of threads: all of
+this is batch invariant.
 """
 
 import ctypes
@@ -19,10 +20,9 @@ _OVERRUN = 16 * 1024  # bytes the prefetch looks ahead; they need not be read, b
 
 
 def usable(*weights: Tensor) -> bool:
-    """Can all these weights [out, in] be packed here? With several threads oneDNN, which uses them, is better."""
+    """Can all these weights [out, in] be packed here?"""
     return (
         all(w.device.type == "cpu" and w.dtype == torch.bfloat16 and not any(d % 32 for d in w.shape) for w in weights)
-        and torch.get_num_threads() == 1
         and native.kernels() is not None
     )
 

@@ -1,8 +1,10 @@
-/* What the kernels share: 16 numbers at a time, bf16 in memory, fp32 in registers. */
+/* What the kernels share: 16 numbers at a time, bf16 in memory, fp32 in registers; and how threads share work. Each result
+ * is one thread's alone, so its bits do not depend on their number. */
 #ifndef PHALANX_VECTORS_H
 #define PHALANX_VECTORS_H
 
 #include <immintrin.h>
+#include <omp.h>
 #include <stdint.h>
 
 #define LANES 16
@@ -45,6 +47,16 @@ INLINE __m512 sums_of(__m512 *a) {
         a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x44),
                              _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xee));
     return _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xdd));
+}
+
+/* The calling thread's share of `count` pieces: [first, past). */
+struct share {
+    long first, past;
+};
+
+INLINE struct share own_share(long count) {
+    long threads = omp_get_num_threads(), own = omp_get_thread_num();
+    return (struct share){own * count / threads, (own + 1) * count / threads};
 }
 
 #endif

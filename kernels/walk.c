@@ -1,4 +1,5 @@
-/* Attention of single queries over paged keys and values, for one thread: bf16 or fp32 in memory, fp32 sums.
+/* Attention of single queries over paged keys and values: bf16 or fp32 in memory, fp32 sums. Threads share walks, or
+ * key heads of a walk.
  *
  * A query at position p of a sequence sees that sequence's keys up to p, the last `window` of them if that is not 0.
  * Keys are taken in tiles of TILE, counted from the sequence's first, and tiles are added up in order by an online
@@ -7,6 +8,8 @@
  * Neighbouring queries of a sequence walk together, so that keys are fetched once for up to MOST_ROWS of them.
  */
 #include <math.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "vectors.h"
 
@@ -24,15 +27,14 @@ struct attention {
     const int32_t *tables;                       /* [sequences, table_width] blocks */
     const float *sinks;                          /* [heads], or null: one more key's score, whose value is zero */
     char *out;                                   /* [n, heads, value_dim] */
-    float *scratch;                              /* [MOST_ROWS * heads, 2 + TILE + value_dim] */
     long n, row_stride, slot_stride, value_offset, block_size, table_width;
     long heads, kv_heads, key_dim, value_dim, window;
     float scale;
 };
 
-/* Neighbouring rows of a sequence. A query is number row * heads + head. */
+/* Some heads of neighbouring rows of a sequence. A query is number row * heads + head. */
 struct walk {
-    long first, rows;
+    long first, rows, first_head, past_head;
     long begin[MOST_ROWS], end[MOST_ROWS]; /* keys that a row sees */
     float *top, *total, *shares, *sums;    /* [queries], [queries], [queries, TILE], [queries, value_dim] */
 };
@@ -126,12 +128,14 @@ INLINE void prefetch(const struct attention *a, const char *const *slots, long s
 INLINE void tile_of_head(const int wide, const struct attention *a, const struct walk *w, long head, long first_key,
                          const char *const *keys, const char *const *next, long num_keys) {
     const long size = wide ? 4 : 2, group = a->heads / a->kv_heads, lanes = (num_keys + LANES - 1) / LANES;
+    const long from = w->first_head > head * group ? w->first_head : head * group;
+    const long past = w->past_head < (head + 1) * group ? w->past_head : (head + 1) * group;
     long chosen[MOST_QUERIES], num_chosen = 0;
     for (long row = 0; row < w->rows; row++) {
         __mmask16 sees[TILE / LANES];
         unsigned any = 0;
         for (long g = 0; g < lanes; g++) any |= sees[g] = seen(first_key + LANES * g, w->begin[row], w->end[row]);
-        for (long at = head * group; any && at < (head + 1) * group; at++) {
+        for (long at = from; any && at < past; at++) {
             const char *query = a->queries + size * (a->rows[w->first + row] * a->row_stride + at * a->key_dim);
             long q = row * a->heads + at;
             __m512 scores[TILE / LANES];
@@ -139,7 +143,8 @@ INLINE void tile_of_head(const int wide, const struct attention *a, const struct
                 scores[g] = products(wide, query, keys + LANES * g, size * head * a->key_dim, a->key_dim);
                 scores[g] = _mm512_mul_ps(scores[g], _mm512_set1_ps(a->scale));
             }
-            prefetch(a, next, size, head * w->rows * group + num_chosen, w->rows * a->heads);
+            prefetch(a, next, size, w->rows * (from - w->first_head) + num_chosen,
+                     w->rows * (w->past_head - w->first_head));
             weigh(scores, sees, lanes, w->top + q, w->total + q, w->sums + q * a->value_dim, a->value_dim,
                   w->shares + q * TILE);
             chosen[num_chosen++] = q;
@@ -179,40 +184,47 @@ INLINE long first_seen(const struct attention *a, long position) {
     return a->window && position >= a->window ? position + 1 - a->window : 0;
 }
 
-/* Rows from `first` on that walk together: neighbours of one sequence. */
-static struct walk begin_walk(const struct attention *a, long first) {
-    struct walk w = {.first = first};
-    long most = a->heads * MOST_ROWS <= MOST_QUERIES ? MOST_ROWS : 1;
-    while (w.rows < most && first + w.rows < a->n && a->sequences[first + w.rows] == a->sequences[first]) {
-        long position = a->positions[first + w.rows];
-        w.end[w.rows] = position + 1;
-        w.begin[w.rows++] = first_seen(a, position);
-    }
+/* How many rows from `first` on walk together: neighbours of one sequence. */
+static long rows_together(const struct attention *a, long first) {
+    long most = a->heads * MOST_ROWS <= MOST_QUERIES ? MOST_ROWS : 1, rows = 1;
+    while (rows < most && first + rows < a->n && a->sequences[first + rows] == a->sequences[first]) rows++;
+    return rows;
+}
+
+/* memory: [MOST_ROWS * heads, 2 + TILE + value_dim] */
+static struct walk begin_walk(const struct attention *a, long first, long first_head, long past_head, float *memory) {
+    struct walk w = {.first = first, .rows = rows_together(a, first), .first_head = first_head, .past_head = past_head};
     long queries = w.rows * a->heads;
-    w.top = a->scratch;
+    w.top = memory;
     w.total = w.top + queries;
     w.shares = w.total + queries;
     w.sums = w.shares + queries * TILE;
-    for (long q = 0; q < queries; q++) {
-        w.top[q] = a->sinks ? a->sinks[q % a->heads] : -INFINITY;
-        w.total[q] = a->sinks ? 1.0f : 0.0f;
+    for (long row = 0; row < w.rows; row++) {
+        w.begin[row] = first_seen(a, a->positions[first + row]);
+        w.end[row] = a->positions[first + row] + 1;
+        for (long head = first_head; head < past_head; head++) {
+            long q = row * a->heads + head;
+            w.top[q] = a->sinks ? a->sinks[head] : -INFINITY;
+            w.total[q] = a->sinks ? 1.0f : 0.0f;
+            memset(w.sums + q * a->value_dim, 0, sizeof(float) * a->value_dim);
+        }
     }
-    for (long i = 0; i < queries * a->value_dim; i++) w.sums[i] = 0.0f;
     return w;
 }
 
 INLINE void end_walk(const int wide, const struct attention *a, const struct walk *w) {
-    for (long q = 0; q < w->rows * a->heads; q++) {
-        long at = (w->first * a->heads + q) * a->value_dim;
-        __m512 total = _mm512_set1_ps(w->total[q]);
-        for (long d = 0; d < a->value_dim; d += LANES) {
-            __m512 mean = _mm512_div_ps(_mm512_loadu_ps(w->sums + q * a->value_dim + d), total);
-            if (wide)
-                _mm512_storeu_ps((float *)a->out + at + d, mean);
-            else
-                store16((bf16 *)a->out + at + d, mean);
+    for (long row = 0; row < w->rows; row++)
+        for (long head = w->first_head; head < w->past_head; head++) {
+            long q = row * a->heads + head, at = (w->first * a->heads + q) * a->value_dim;
+            __m512 total = _mm512_set1_ps(w->total[q]);
+            for (long d = 0; d < a->value_dim; d += LANES) {
+                __m512 mean = _mm512_div_ps(_mm512_loadu_ps(w->sums + q * a->value_dim + d), total);
+                if (wide)
+                    _mm512_storeu_ps((float *)a->out + at + d, mean);
+                else
+                    store16((bf16 *)a->out + at + d, mean);
+            }
         }
-    }
 }
 
 /* What will be read after a tile of the walk: the next one, or the first of the walk that begins with row `after`. */
@@ -228,21 +240,37 @@ static void find_next(const struct attention *a, const struct walk *w, long size
     }
 }
 
-INLINE void attend(const int wide, const struct attention *a) {
-    const long size = wide ? 4 : 2;
+INLINE void walk(const int wide, const struct attention *a, struct walk *w) {
+    const long size = wide ? 4 : 2, end = w->end[w->rows - 1], group = a->heads / a->kv_heads;
     const char *slots[TILE], *next[TILE];
-    for (long first = 0; first < a->n;) {
-        struct walk w = begin_walk(a, first);
-        long end = w.end[w.rows - 1];
-        for (long tile = w.begin[0] / TILE * TILE; tile < end; tile += TILE) {
-            find_slots(a, size, a->sequences[first], tile, end, slots);
-            find_next(a, &w, size, tile, next);
-            for (long head = 0; head < a->kv_heads; head++)
-                tile_of_head(wide, a, &w, head, tile, slots, next, end - tile < TILE ? end - tile : TILE);
-        }
-        end_walk(wide, a, &w);
-        first += w.rows;
+    for (long tile = w->begin[0] / TILE * TILE; tile < end; tile += TILE) {
+        find_slots(a, size, a->sequences[w->first], tile, end, slots);
+        find_next(a, w, size, tile, next);
+        for (long head = w->first_head / group; head * group < w->past_head; head++)
+            tile_of_head(wide, a, w, head, tile, slots, next, end - tile < TILE ? end - tile : TILE);
     }
+    end_walk(wide, a, w);
+}
+
+/* Every walk is one piece of work; if there are fewer than threads, its key heads are, or the heads of an only one. */
+INLINE void attend(const int wide, const struct attention *a) {
+    long *first = malloc(sizeof(long) * (a->n + 1)), walks = 0, threads = omp_get_max_threads();
+    for (long row = 0; row < a->n; row += rows_together(a, row)) first[walks++] = row;
+    long units = a->kv_heads > 1 ? a->kv_heads : a->heads, wanted = walks ? (threads + walks - 1) / walks : 1;
+    long parts = wanted < units ? wanted : units, heads = a->heads / units;
+#pragma omp parallel
+    {
+        float *memory = malloc(sizeof(float) * MOST_ROWS * a->heads * (2 + TILE + a->value_dim));
+#pragma omp for schedule(dynamic)
+        for (long piece = 0; piece < walks * parts; piece++) {
+            long part = piece % parts;
+            struct walk w = begin_walk(a, first[piece / parts], heads * (part * units / parts),
+                                       heads * ((part + 1) * units / parts), memory);
+            walk(wide, a, &w);
+        }
+        free(memory);
+    }
+    free(first);
 }
 
 /* key_dim: a multiple of 32 in bf16 and of 16 in fp32; value_dim of 16; heads of kv_heads, at most MOST_QUERIES. */

@@ -1,6 +1,7 @@
-"""Attention of single queries over paged keys in C (kernels/walk.c). One thread; bf16 and fp32 on the CPU.
+"""Attention of single queries over paged keys in C (kernels/walk.c): bf16 and fp32 on the CPU.
 
-A query's bits depend on its own keys alone: all of this is batch invariant. Keys and values are read where they lie.
+A query's bits depend on its own keys alone, not on the number of threads: all of this is batch invariant. Keys and
+values are read where they lie.
 """
 
 import ctypes
@@ -14,10 +15,9 @@ from kernels import native
 
 MOST_ROWS = 8  # neighbours of a sequence that walk together; as in walk.c
 ANY = 1 << 30
-_TILE = 64  # as in walk.c
 _MOST_HEADS = 1024
 _DIM_STEP = {torch.bfloat16: 32, torch.float32: 16}
-_POINTERS = ("queries", "cache", "rows", "sequences", "positions", "tables", "sinks", "out", "scratch")
+_POINTERS = ("queries", "cache", "rows", "sequences", "positions", "tables", "sinks", "out")
 _NUMBERS = (
     *("n", "row_stride", "slot_stride", "value_offset", "block_size", "table_width"),
     *("heads", "kv_heads", "key_dim", "value_dim", "window"),
@@ -74,13 +74,12 @@ def most_queries(dtype: torch.dtype, device: torch.device, heads: int, key_dim: 
     """With how many queries of a sequence attention of this shape is best done by walking, here; 0: it cannot be.
 
     In bf16 that is any number: up to three times as fast as torch's fused attention. In fp32 a few, where that has good
-    products of its own; and where a value is part of its key, as whole prompts are cheaper with both expanded. With
-    several threads torch, which uses them, is better.
+    products of its own; and where a value is part of its key, as whole prompts are cheaper with both expanded.
     """
     step = _DIM_STEP.get(dtype)
     if step is None or device.type != "cpu" or key_dim % step or value_dim % 16 or heads > _MOST_HEADS:
         return 0
-    if torch.get_num_threads() != 1 or native.kernels() is None:
+    if native.kernels() is None:
         return 0
     return ANY if dtype == torch.bfloat16 and key_dim == value_dim else MOST_ROWS
 
@@ -106,7 +105,6 @@ def walk_attention(
     """
     heads, key_dim = queries.shape[1:]
     out = queries.new_empty(len(walk.rows), heads, where.value_dim)
-    scratch = torch.empty(MOST_ROWS * heads * (2 + _TILE + where.value_dim), dtype=torch.float32)
     wide_sinks = None if sinks is None else sinks.float()
     arguments = walk.arguments
     arguments.queries, arguments.row_stride = queries.data_ptr(), queries.stride(0)
@@ -118,7 +116,7 @@ def walk_attention(
         where.value_offset,
     )
     arguments.sinks = None if wide_sinks is None else wide_sinks.data_ptr()
-    arguments.out, arguments.scratch, arguments.scale = out.data_ptr(), scratch.data_ptr(), scale
+    arguments.out, arguments.scale = out.data_ptr(), scale
     library = native.loaded()
     run = library.phalanx_attend_bf16 if queries.dtype == torch.bfloat16 else library.phalanx_attend_fp32
     run(ctypes.byref(arguments))

@@ -3,7 +3,7 @@
 #include <stdint.h>
 #include <string.h>
 
-static struct {
+static _Thread_local struct {
     int rows, bytes;
     uint8_t data[16][64];
 } emulated[8];

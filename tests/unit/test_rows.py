@@ -129,6 +129,28 @@ def test_rows_into_the_cache(count: int, width: int, dtype: torch.dtype, seed: i
     assert torch.equal(cache, expected)
 
 
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_share_rows(threads: int) -> None:
+    """Of a long prefill. Bits stay."""
+    torch.manual_seed(threads)
+    x, weight, shares = torch.randn(700, 256).bfloat16(), torch.rand(256).bfloat16(), torch.rand(350, 2)
+    cos, sin = torch.randn(2, 700, 1, 64).bfloat16()
+    scores = Scores(torch.randn(20, 256), None)
+
+    def everything() -> list[torch.Tensor]:
+        heads = x.view(700, 4, 64).clone()
+        rotate_(heads, cos, sin)
+        cache = torch.zeros_like(x)
+        write_kv(cache, torch.arange(700).flip(0), x)
+        sums = weighted_sum(x.view(350, 2, 256), shares)
+        return [rms_norm(x, weight, 1e-5), heads, sums, cache, *rows.route(scores(x), 3, "softmax", None, True, 1.0)]
+
+    expected = everything()
+    torch.set_num_threads(threads)
+    for _ in range(5):
+        assert all(torch.equal(*pair) for pair in zip(everything(), expected, strict=True))
+
+
 def test_routers_with_and_without_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups stay with torch, and so do weights that no cache holds."""
     torch.manual_seed(0)
@@ -153,8 +175,5 @@ def test_what_does_not_go_to_c(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not rows.usable(x.T, step=4)
     assert not rows.usable(x.half(), step=32)
     assert not rows.usable(x.to("meta"), step=32)
-    torch.set_num_threads(2)
-    assert not rows.usable(x, step=32)
-    torch.set_num_threads(1)
     without_c(monkeypatch)
     assert not rows.usable(x, step=32)

@@ -187,9 +187,19 @@ def test_other_weights_take_another_way(weight: torch.Tensor) -> None:
     assert isinstance(make_linear(weight, invariant=True), InvariantLinear)
 
 
-def test_several_threads_take_another_way() -> None:
-    torch.set_num_threads(2)
-    assert isinstance(make_linear(torch.randn(32, 32).bfloat16()), PackedLinear)
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_share_strips(threads: int) -> None:
+    """More of them than strips, too. Bits stay."""
+    torch.manual_seed(threads)
+    weight, bias, x = torch.randn(160, 64).bfloat16(), torch.randn(160).bfloat16(), torch.randn(30, 64).bfloat16()
+    weights, rows, counts = some_experts(3, True), torch.randn(30, 64).bfloat16(), [17, 0, 13]
+    packed, linear, experts = strips.pack(weight), make_linear(weight, bias), make_experts(weights)
+    expected = linear(x), experts(rows, counts)
+    torch.set_num_threads(threads)
+    assert torch.equal(strips.pack(weight)[: weight.numel()], packed[: weight.numel()])
+    for _ in range(20):
+        assert torch.equal(linear(x), expected[0]) and torch.equal(experts(rows, counts), expected[1])
 
 
 def test_a_rank_without_experts() -> None:

@@ -43,6 +43,24 @@ def test_long_contexts(dtype: torch.dtype, window: int | None, shape: tuple[int,
 
 
 @needs_kernels
+@pytest.mark.parametrize("threads", [2, 3, 7])
+@pytest.mark.parametrize("where", [KeysAndValues(3, 32, 96), KeysAndValues(1, 16, 0)])
+@pytest.mark.parametrize("counts", [[1], [1, 1], [30, 1], [9, 9, 9, 9, 9, 9, 9, 9]])
+def test_threads_share_walks_or_heads(threads: int, where: KeysAndValues, counts: list[int]) -> None:
+    """Values beside keys, and as parts of them. Bits stay."""
+    torch.manual_seed(threads)
+    lens_q = np.array(counts)
+    lens_k, tables = lens_q + 100, np.arange(9 * len(counts), dtype=np.int32).reshape(-1, 9)
+    cache = torch.randn(tables.size, 16, 2 if where.value_offset else 1, where.kv_heads, 32)
+    queries = torch.randn(sum(counts), 9, 32)
+    some = make_walk(np.arange(len(counts)), lens_q, lens_k, tables, None)
+    expected = walk_attention(queries, cache, some, where, 0.2)
+    torch.set_num_threads(threads)
+    for _ in range(20):
+        assert torch.equal(walk_attention(queries, cache, some, where, 0.2), expected)
+
+
+@needs_kernels
 def test_scores_far_apart() -> None:
     """A key that outweighs all others by e^600, first and last; no key that is not there counts."""
     keys = torch.zeros(100, 1, 2, 1, 16)
@@ -86,8 +104,6 @@ def test_where_it_walks() -> None:
     assert walk.most_queries(torch.float32, CPU, 9, 80, 80) == MOST_ROWS
     assert walk.most_queries(torch.float16, CPU, 9, 64, 64) == 0
     assert walk.most_queries(torch.bfloat16, torch.device("meta"), 9, 64, 64) == 0
-    torch.set_num_threads(2)
-    assert walk.most_queries(torch.bfloat16, CPU, 9, 64, 64) == 0
 
 
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
