@@ -142,22 +142,25 @@ class Server:
 
 @contextlib.contextmanager
 def keep_busy(server: Server, streams: int = 4) -> Iterator[None]:
-    """Long requests that have begun when the body starts; they are given up after it, however far they are."""
+    """Long requests that have begun when the body starts, and others after them; they are given up after it, however
+    far they are."""
     over = threading.Event()
 
-    def ask() -> None:
+    def ask(max_tokens: int) -> None:
         url = f"{server.url}/v1/completions"
-        body = {"model": server.model, "prompt": [5] * 8, "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=body, timeout=60) as reply:
-            for _ in reply.iter_bytes():
-                if over.is_set():
-                    return
+        body = {"model": server.model, "prompt": [5] * 8, "ignore_eos": True, "stream": True, "max_tokens": max_tokens}
+        while not over.is_set():
+            with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=body, timeout=60) as reply:
+                for _ in reply.iter_bytes():
+                    if over.is_set():
+                        return
 
     def started() -> float:
         return sum(value for name, value in server.metrics().items() if name.startswith("phalanx_requests_started"))
 
     before = started()
-    threads = [threading.Thread(target=ask, daemon=True) for _ in range(streams)]
+    lengths = range(4000, 4000 - 300 * streams, -300)  # so that they do not all end in one step
+    threads = [threading.Thread(target=ask, args=(length,), daemon=True) for length in lengths]
     for thread in threads:
         thread.start()
     try:
