@@ -34,7 +34,8 @@ INLINE __m512 rounded(const int wide, __m512 v) {
 /* Calls `function` for numbers of 4 bytes or of 2, which it knows when it is compiled. */
 #define EITHER(function, ...) (wide ? function(1, __VA_ARGS__) : function(0, __VA_ARGS__))
 
-INLINE void norm_row(const int wide, const void *x, long first, long dim, const void *weight, float eps, void *y, long to) {
+INLINE void norm_row(const int wide, const void *x, long first, long dim, const void *weight, float eps, void *y,
+                     long to) {
     __m512 even = _mm512_setzero_ps(), odd = even;
     for (long d = 0; d < dim; d += 32) {
         __m512 left = load(wide, x, first + d), right = load(wide, x, first + d + 16);
@@ -50,7 +51,8 @@ INLINE void norm_row(const int wide, const void *x, long first, long dim, const 
 }
 
 /* y [rows, dim]: rows of x, `stride` apart, to unit root mean square, times weight [dim]; dim a multiple of 32. */
-void phalanx_rms_norm(int wide, const void *x, long rows, long stride, long dim, const void *weight, float eps, void *y) {
+void phalanx_rms_norm(int wide, const void *x, long rows, long stride, long dim, const void *weight, float eps,
+                      void *y) {
     SHARED(rows * dim)
     for (long row = 0; row < rows; row++) EITHER(norm_row, x, row * stride, dim, weight, eps, y, row * dim);
 }
@@ -71,7 +73,8 @@ INLINE void rotate_row(const int wide, void *x, long first, long heads, long hea
         }
 }
 
-/* Rotates x [rows, heads, dim] in place by cos and sin [rows, dim], the lower half's sign in sin; dim a multiple of 32. */
+/* Rotates x [rows, heads, dim] in place by cos and sin [rows, dim], the lower half's sign in sin; dim a multiple of 32.
+ */
 void phalanx_rotate(int wide, void *x, long rows, long row_stride, long heads, long head_stride, long dim,
                     const void *cos, const void *sin) {
     SHARED(rows * heads * dim)
@@ -79,7 +82,8 @@ void phalanx_rotate(int wide, void *x, long rows, long row_stride, long heads, l
         EITHER(rotate_row, x, row * row_stride, heads, head_stride, dim, cos, sin, row * dim);
 }
 
-INLINE void sum_row(const int wide, const void *pairs, long first, const float *weights, long k, long dim, void *y, long to) {
+INLINE void sum_row(const int wide, const void *pairs, long first, const float *weights, long k, long dim, void *y,
+                    long to) {
     for (long d = 0; d < dim; d += 16) {
         __m512 sum = _mm512_setzero_ps();
         for (long j = 0; j < k; j++) {
@@ -186,13 +190,14 @@ static void route(float *logits, long experts, long k, int scoring, const float 
     for (long j = 0; j < k; j++) weights[j] *= scale;
 }
 
-/* The rule of ep/routing.py without groups: logits [rows, experts], which are lost -> weights, ids [rows, k]. correction
- * [experts] or null; at most MOST_EXPERTS; logits are finite. */
+/* The rule of ep/routing.py without groups: logits [rows, experts], which are lost -> weights, ids [rows, k].
+ * correction [experts] or null; at most MOST_EXPERTS; logits are finite. */
 void phalanx_route(float *logits, long rows, long experts, long k, int scoring, const float *correction, int normalize,
                    float scale, float *weights, int64_t *ids) {
     SHARED(rows * experts * 8)
     for (long row = 0; row < rows; row++)
-        route(logits + row * experts, experts, k, scoring, correction, normalize, scale, weights + row * k, ids + row * k);
+        route(logits + row * experts, experts, k, scoring, correction, normalize, scale, weights + row * k,
+              ids + row * k);
 }
 
 /* Row i of `rows`, `bytes` long and `stride` bytes apart, to place `slots[i]` of `to`, whose rows lie side by side. */

@@ -35,7 +35,8 @@ struct tile_config {
     uint8_t rows[16];
 };
 
-/* Before strip_product with this number of rows. Tiles 0, 1: sums [rows, 16] fp32; 2: inputs [rows, 32]; 3, 4: weights. */
+/* Before strip_product with this number of rows. Tiles 0, 1: sums [rows, 16] fp32; 2: inputs [rows, 32]; 3, 4: weights.
+ */
 static void begin_rows(int rows) {
     struct tile_config config = {.palette = 1};
     for (int tile = 0; tile < 5; tile++) {
@@ -100,8 +101,8 @@ INLINE void rows_product(const int rows, const bf16 *x, long ldx, const char *w,
 
 static void strip_product(int rows, const bf16 *x, long ldx, const char *w, long k, float *sums) {
     switch (rows) {
-#define CASE(number)                                \
-    case number:                                    \
+#define CASE(number)                              \
+    case number:                                  \
         rows_product(number, x, ldx, w, k, sums); \
         break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
@@ -160,40 +161,54 @@ void phalanx_pack(const bf16 *left, const bf16 *right, long ld, long step, long 
     }
 }
 
-/* Rows go through a strip in blocks of like size. */
-INLINE long num_blocks(long m) { return (m + MOST_ROWS - 1) / MOST_ROWS; }
+/* What becomes of a row's sums over one strip: the first and the last 16 outputs. */
+typedef void finish(const void *of, long strip, long row, __m512 left, __m512 right);
 
-INLINE long first_row(long m, long blocks, long block) { return block * m / blocks; }
-
-static void linear(struct share own, const bf16 *x, long m, long ldx, const char *w, long n, long k, const bf16 *bias,
-                   const bf16 *add, bf16 *y) {
+/* x [m, k], rows ldx numbers apart, times the strips of `own`. Rows go through a strip in blocks of like size. */
+INLINE void product(struct share own, const bf16 *x, long m, long ldx, const char *w, long k, finish done,
+                    const void *of) {
     float sums[512] __attribute__((aligned(64)));
-    long blocks = num_blocks(m);
+    long blocks = (m + MOST_ROWS - 1) / MOST_ROWS;
     int begun = 0;
-    w += 64 * k * own.first;
-    for (long strip = 32 * own.first; strip < 32 * own.past; strip += 32, w += 64 * k)
+    for (long strip = own.first; strip < own.past; strip++)
         for (long block = 0; block < blocks; block++) {
-            long row = first_row(m, blocks, block);
-            int rows = (int)(first_row(m, blocks, block + 1) - row);
+            long row = block * m / blocks;
+            int rows = (int)((block + 1) * m / blocks - row);
             if (rows != begun) begin_rows(begun = rows);
-            strip_product(rows, x + row * ldx, ldx, w, k, sums);
+            strip_product(rows, x + row * ldx, ldx, w + 64 * k * strip, k, sums);
             for (int r = 0; r < rows; r++)
-                for (int half = 0; half < 2; half++) {
-                    long at = (row + r) * n + strip + 16 * half;
-                    __m512 v = _mm512_load_ps(sums + 256 * half + 16 * r);
-                    if (bias) v = _mm512_add_ps(v, load16(bias + strip + 16 * half));
-                    if (add) v = _mm512_add_ps(v, load16(add + at));
-                    store16(y + at, v);
-                }
+                done(of, strip, row + r, _mm512_load_ps(sums + 16 * r), _mm512_load_ps(sums + 256 + 16 * r));
         }
     end_rows();
 }
 
-/* y [m, n] = x [m, k] @ w.T, plus `bias` [n] and `add` [m, n] unless they are null. Rows of x lie ldx elements apart. */
+struct linear {
+    const bf16 *bias, *add;
+    bf16 *y;
+    long n;
+};
+
+INLINE void put_linear(const void *of, long strip, long row, __m512 left, __m512 right) {
+    const struct linear *to = of;
+    long column = 32 * strip, at = row * to->n + column;
+    if (to->bias) {
+        left = _mm512_add_ps(left, load16(to->bias + column));
+        right = _mm512_add_ps(right, load16(to->bias + column + 16));
+    }
+    if (to->add) {
+        left = _mm512_add_ps(left, load16(to->add + at));
+        right = _mm512_add_ps(right, load16(to->add + at + 16));
+    }
+    store16(to->y + at, left);
+    store16(to->y + at + 16, right);
+}
+
+/* y [m, n] = x [m, k] @ w.T, plus `bias` [n] and `add` [m, n] unless they are null. Rows of x lie ldx numbers apart. */
 void phalanx_linear(const bf16 *x, long m, long ldx, const char *w, long n, long k, const bf16 *bias, const bf16 *add,
                     bf16 *y) {
+    struct linear to = {bias, add, y, n};
 #pragma omp parallel
-    linear(own_share(n / 32), x, m, ldx, w, n, k, bias, add, y);
+    product(own_share(n / 32), x, m, ldx, w, k, put_linear, &to);
 }
 
 static inline __m512 sigmoid16(__m512 x) {
@@ -217,36 +232,28 @@ static inline __m512 swiglu_oai16(__m512 gate, __m512 up) {
     return _mm512_mul_ps(open, _mm512_add_ps(up, _mm512_set1_ps(1.0f)));
 }
 
-/* y [m, n] = act(x @ gate.T, x @ up.T); w holds 16 outputs of gate and the same 16 of up in each strip, and so does
- * `bias` [2 n] unless it is null. */
-static void gated(struct share own, const bf16 *x, long m, const char *w, const bf16 *bias, long n, long k, int clamped,
-                  bf16 *y) {
-    float sums[512] __attribute__((aligned(64)));
-    long blocks = num_blocks(m);
-    int begun = 0;
-    w += 64 * k * own.first;
-    for (long at = 16 * own.first; at < 16 * own.past; at += 16, w += 64 * k)
-        for (long block = 0; block < blocks; block++) {
-            long row = first_row(m, blocks, block);
-            int rows = (int)(first_row(m, blocks, block + 1) - row);
-            if (rows != begun) begin_rows(begun = rows);
-            strip_product(rows, x + row * k, k, w, k, sums);
-            for (int r = 0; r < rows; r++) {
-                __m512 gate = _mm512_load_ps(sums + 16 * r), up = _mm512_load_ps(sums + 256 + 16 * r);
-                if (bias) {
-                    gate = _mm512_add_ps(gate, load16(bias + 2 * at));
-                    up = _mm512_add_ps(up, load16(bias + 2 * at + 16));
-                }
-                store16(y + (row + r) * n + at, clamped ? swiglu_oai16(gate, up) : silu16(gate, up));
-            }
-        }
-    end_rows();
+/* A strip has 16 outputs of gate and the same 16 of up, and so has `bias` [2 n] unless it is null. y: [m, n] */
+struct gated {
+    const bf16 *bias;
+    bf16 *y;
+    long n;
+    int clamped;
+};
+
+INLINE void put_gated(const void *of, long strip, long row, __m512 gate, __m512 up) {
+    const struct gated *to = of;
+    if (to->bias) {
+        gate = _mm512_add_ps(gate, load16(to->bias + 32 * strip));
+        up = _mm512_add_ps(up, load16(to->bias + 32 * strip + 16));
+    }
+    store16(to->y + row * to->n + 16 * strip, to->clamped ? swiglu_oai16(gate, up) : silu16(gate, up));
 }
 
-/* Gated networks over rows [sum(counts), hidden] grouped by expert; scratch [max(counts), inner]. A bias may be null. */
+/* Gated networks over rows [sum(counts), hidden] grouped by expert; scratch [max(counts), inner]. A bias may be null.
+ */
 void phalanx_experts(const bf16 *rows, const long *counts, long experts, const char *const *gate_up,
-                     const char *const *down, const bf16 *const *gate_up_bias, const bf16 *const *down_bias, long hidden,
-                     long inner, int clamped, bf16 *scratch, bf16 *out) {
+                     const char *const *down, const bf16 *const *gate_up_bias, const bf16 *const *down_bias,
+                     long hidden, long inner, int clamped, bf16 *scratch, bf16 *out) {
 #pragma omp parallel
     {
         struct share of_inner = own_share(inner / 16), of_hidden = own_share(hidden / 32);
@@ -254,9 +261,11 @@ void phalanx_experts(const bf16 *rows, const long *counts, long experts, const c
         bf16 *y = out;
         for (long e = 0; e < experts; e++) {
             if (!counts[e]) continue;
-            gated(of_inner, x, counts[e], gate_up[e], gate_up_bias[e], inner, hidden, clamped, scratch);
+            struct gated between = {gate_up_bias[e], scratch, inner, clamped};
+            struct linear to = {down_bias[e], 0, y, hidden};
+            product(of_inner, x, counts[e], hidden, gate_up[e], hidden, put_gated, &between);
 #pragma omp barrier
-            linear(of_hidden, scratch, counts[e], inner, down[e], hidden, inner, down_bias[e], 0, y);
+            product(of_hidden, scratch, counts[e], inner, down[e], inner, put_linear, &to);
 #pragma omp barrier
             x += counts[e] * hidden;
             y += counts[e] * hidden;

@@ -1,5 +1,5 @@
-/* What the kernels share: 16 numbers at a time, bf16 in memory, fp32 in registers; and how threads share work. Each result
- * is one thread's alone, so its bits do not depend on their number. */
+/* What the kernels share: 16 numbers at a time, bf16 in memory, fp32 in registers; and how threads share work. Each
+ * result is one thread's alone, so its bits do not depend on their number. */
 #ifndef PHALANX_VECTORS_H
 #define PHALANX_VECTORS_H
 

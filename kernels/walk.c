@@ -16,11 +16,11 @@
 #define TILE 64
 #define MOST_ROWS 8
 #define MOST_QUERIES 1024 /* of a walk and a key head */
-#define TOGETHER 4 /* queries that share a value while it is in registers */
+#define TOGETHER 4        /* queries that share a value while it is in registers */
 
-/* Strides and offsets count numbers. Query of (row, head): queries + row * row_stride + head * key_dim. Key of slot s and
- * key head h: cache + s * slot_stride + h * key_dim; its value: cache + s * slot_stride + value_offset + h * value_dim.
- * Mirrored in walk.py. */
+/* Strides and offsets count numbers. Query of (row, head): queries + row * row_stride + head * key_dim. Key of slot s
+ * and key head h: cache + s * slot_stride + h * key_dim; its value: cache + s * slot_stride + value_offset + h *
+ * value_dim. Mirrored in walk.py. */
 struct attention {
     const char *queries, *cache;
     const int32_t *rows, *sequences, *positions; /* of the queries, [n] each; neighbours of a sequence in order */
@@ -116,15 +116,15 @@ INLINE void add_all_values(const int wide, const int count, const char *const *v
         add_values(wide, count, 1, values, offset + dim * size, keys, shares, sums, dim);
 }
 
-/* Some slots of the next tile: memory is far, and the hardware does not see which blocks come next. Each query of a tile
- * fetches some, so that it goes on beside the products. */
+/* Some slots of the next tile: memory is far, and the hardware does not see which blocks come next. Each query of a
+ * tile fetches some, so that it goes on beside the products. */
 INLINE void prefetch(const struct attention *a, const char *const *slots, long size, long query, long queries) {
     for (long j = query * TILE / queries; j < (query + 1) * TILE / queries; j++)
         for (long at = 0; at < size * a->slot_stride; at += 64) _mm_prefetch(slots[j] + at, _MM_HINT_T0);
 }
 
-/* A tile for the queries of one key head. keys, next: addresses of the slots of this tile and of the next, TILE of each,
- * those from num_keys on only somewhere to read. */
+/* A tile for the queries of one key head. keys, next: addresses of the slots of this tile and of the next, TILE of
+ * each, those from num_keys on only somewhere to read. */
 INLINE void tile_of_head(const int wide, const struct attention *a, const struct walk *w, long head, long first_key,
                          const char *const *keys, const char *const *next, long num_keys) {
     const long size = wide ? 4 : 2, group = a->heads / a->kv_heads, lanes = (num_keys + LANES - 1) / LANES;
@@ -159,22 +159,30 @@ INLINE void tile_of_head(const int wide, const struct attention *a, const struct
         }
         long offset = size * (a->value_offset + head * a->value_dim);
         switch (count) {
-            case 1: add_all_values(wide, 1, keys, offset, num_keys, shares, sums, a->value_dim); break;
-            case 2: add_all_values(wide, 2, keys, offset, num_keys, shares, sums, a->value_dim); break;
-            case 3: add_all_values(wide, 3, keys, offset, num_keys, shares, sums, a->value_dim); break;
-            default: add_all_values(wide, TOGETHER, keys, offset, num_keys, shares, sums, a->value_dim);
+            case 1:
+                add_all_values(wide, 1, keys, offset, num_keys, shares, sums, a->value_dim);
+                break;
+            case 2:
+                add_all_values(wide, 2, keys, offset, num_keys, shares, sums, a->value_dim);
+                break;
+            case 3:
+                add_all_values(wide, 3, keys, offset, num_keys, shares, sums, a->value_dim);
+                break;
+            default:
+                add_all_values(wide, TOGETHER, keys, offset, num_keys, shares, sums, a->value_dim);
         }
     }
 }
 
-/* Addresses of the slots of TILE keys from first_key on; those from `end` on are the first again, so that none is wild. */
+/* Addresses of the slots of TILE keys from first_key on; those from `end` on are the first again, so that none is wild.
+ */
 static void find_slots(const struct attention *a, long size, long sequence, long first_key, long end,
                        const char **slots) {
     const int32_t *table = a->tables + sequence * a->table_width;
     long block = first_key / a->block_size, offset = first_key % a->block_size;
     for (long j = 0; j < TILE; j++) {
-        slots[j] = first_key + j < end ? a->cache + size * (table[block] * a->block_size + offset) * a->slot_stride
-                                       : slots[0];
+        slots[j] =
+            first_key + j < end ? a->cache + size * (table[block] * a->block_size + offset) * a->slot_stride : slots[0];
         if (++offset == a->block_size) block++, offset = 0;
     }
 }
