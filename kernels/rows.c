@@ -101,32 +101,60 @@ void phalanx_weighted_sum(int wide, const void *pairs, const float *weights, lon
         EITHER(sum_row, pairs, token * k * dim, weights + token * k, k, dim, y, token * dim);
 }
 
-INLINE void score_row(const int wide, const void *x, long at, const float *weight, const float *bias, long experts,
-                      long dim, float *y) {
-    for (long first = 0; first < experts; first += LANES) {
-        __m512 sums[LANES];
-        __mmask16 lanes = lanes_of(experts - first);
-        for (int e = 0; e < LANES; e++) sums[e] = _mm512_setzero_ps();
-        for (long d = 0; d < dim; d += 16) {
-            __m512 part = load(wide, x, at + d);
-            for (int e = 0; e < LANES; e++) {
-                long expert = first + e < experts ? first + e : first;
-                sums[e] = _mm512_fmadd_ps(part, _mm512_loadu_ps(weight + expert * dim + d), sums[e]);
-            }
+#define SCORED 12   /* rows that go through a strip together */
+#define WIDENED 256 /* numbers of them that are made fp32 at a time */
+
+/* y [rows, LANES] = rows of x, `stride` apart, times a strip of weights [dim, LANES]; `rows` is known to the compiler.
+ */
+INLINE void score_block(const int wide, const int rows, const void *x, long first, long stride, long dim,
+                        const float *strip, float *y) {
+    float inputs[SCORED][WIDENED];
+    __m512 sums[SCORED];
+    for (int r = 0; r < rows; r++) sums[r] = _mm512_setzero_ps();
+    for (long from = 0; from < dim; from += WIDENED) {
+        long count = dim - from < WIDENED ? dim - from : WIDENED;
+        for (int r = 0; r < rows; r++)
+            for (long d = 0; d < count; d += LANES)
+                _mm512_storeu_ps(inputs[r] + d, load(wide, x, first + r * stride + from + d));
+        for (long d = 0; d < count; d++) {
+            __m512 weights = _mm512_loadu_ps(strip + LANES * (from + d));
+            for (int r = 0; r < rows; r++) sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(inputs[r][d]), weights, sums[r]);
         }
-        __m512 sum = sums_of(sums);
-        if (bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes, bias + first));
-        _mm512_mask_storeu_ps(y + first, lanes, sum);
+    }
+    for (int r = 0; r < rows; r++) _mm512_storeu_ps(y + LANES * r, sums[r]);
+}
+
+static void score_rows(int wide, int rows, const void *x, long first, long stride, long dim, const float *strip,
+                       float *y) {
+    switch (rows) {
+#define CASE(number)                                                  \
+    case number:                                                      \
+        EITHER(score_block, number, x, first, stride, dim, strip, y); \
+        break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
     }
 }
 
-/* y fp32 [rows, experts] = x [rows, dim] @ weight.T + bias, rows `stride` apart, the rest fp32; bias may be null; dim a
- * multiple of 16. The weight is read anew for every row: for those that fit into a cache. */
+/* y fp32 [rows, experts] = x [rows, dim] @ weight.T + bias, rows `stride` apart; bias [experts] may be null; dim a
+ * multiple of 16. weight: fp32, strips of 16 experts, each [dim, 16]; what is missing in the last one is not looked at.
+ */
 void phalanx_scores(int wide, const void *x, long rows, long stride, const float *weight, const float *bias,
                     long experts, long dim, float *y) {
+    long blocks = (rows + SCORED - 1) / SCORED, strips = (experts + LANES - 1) / LANES;
     SHARED(rows * experts * dim)
-    for (long row = 0; row < rows; row++)
-        EITHER(score_row, x, row * stride, weight, bias, experts, dim, y + row * experts);
+    for (long piece = 0; piece < blocks * strips; piece++) {
+        float sums[SCORED][LANES];
+        long block = piece / strips, column = LANES * (piece % strips), row = block * rows / blocks;
+        long count = (block + 1) * rows / blocks - row;
+        __mmask16 lanes = lanes_of(experts - column);
+        score_rows(wide, (int)count, x, row * stride, stride, dim, weight + column * dim, sums[0]);
+        for (long r = 0; r < count; r++) {
+            __m512 sum = _mm512_loadu_ps(sums[r]);
+            if (bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes, bias + column));
+            _mm512_mask_storeu_ps(y + (row + r) * experts + column, lanes, sum);
+        }
+    }
 }
 
 enum scoring { SOFTMAX, TOPK_SOFTMAX, SIGMOID };

@@ -7,6 +7,7 @@ compute at the few rows of a decode step.
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
@@ -14,7 +15,7 @@ from kernels import native
 MOST_EXPERTS = 1024  # as in rows.c
 Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
 _SCORINGS: tuple[Scoring, ...] = ("softmax", "topk_softmax", "sigmoid")
-_MOST_SCORES = 1 << 17  # numbers of a weight that is read anew for every row
+_STRIP = 16  # outputs that are computed together; as in rows.c
 
 
 def usable(*tensors: Tensor, step: int) -> bool:
@@ -90,23 +91,31 @@ def route(
 
 
 class Scores:
-    """`x @ weight.T + bias` in fp32 for few outputs; x may be bf16, and is not rounded."""
+    """`x @ weight.T + bias` in fp32 for few outputs; x may be bf16, and is not rounded. A row's bits are its own."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        self.weight, self.bias = weight.contiguous(), None if bias is None else bias.contiguous()
-        self._addresses = self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+        """weight [E, H], bias [E], fp32."""
+        self.num_outputs, self.bias = len(weight), None if bias is None else bias.contiguous()
+        strips = F.pad(weight, (0, 0, 0, -len(weight) % _STRIP)).unflatten(0, (-1, _STRIP))
+        self._packed = strips.transpose(1, 2).contiguous()
+        self._addresses = self._packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
 
     @staticmethod
     def fit(weight: Tensor) -> bool:
         """Can it be a weight [E, H]?"""
-        return weight.dtype == torch.float32 and weight.numel() <= _MOST_SCORES and usable(weight, step=16)
+        return weight.dtype == torch.float32 and usable(weight, step=16)
+
+    @property
+    def weight(self) -> Tensor:
+        """As it was given; a copy."""
+        return self._packed.transpose(1, 2).flatten(0, 1)[: self.num_outputs].contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, H] -> fp32 [N, E]"""
         x = x if x.stride(1) == 1 else x.contiguous()
-        out = torch.empty(len(x), len(self.weight))
+        out = torch.empty(len(x), self.num_outputs)
         native.loaded().phalanx_scores(
-            x.dtype == torch.float32, x.data_ptr(), len(x), x.stride(0), *self._addresses, *self.weight.shape,
-            out.data_ptr(),
+            x.dtype == torch.float32, x.data_ptr(), len(x), x.stride(0), *self._addresses, self.num_outputs,
+            x.shape[1], out.data_ptr(),
         )  # fmt: skip
         return out

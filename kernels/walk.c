@@ -39,6 +39,21 @@ struct walk {
     float *top, *total, *shares, *sums;    /* [queries], [queries], [queries, TILE], [queries, value_dim] */
 };
 
+/* The sums of the numbers of each of 16 registers, which are lost. */
+INLINE __m512 sums_of(__m512 *a) {
+    for (int i = 0; i < 8; i++)
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        __m512d left = _mm512_castps_pd(a[2 * i]), right = _mm512_castps_pd(a[2 * i + 1]);
+        a[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(left, right)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(left, right)));
+    }
+    for (int i = 0; i < 2; i++)
+        a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x44),
+                             _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xee));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xdd));
+}
+
 /* 16 dot products of a query, of 16 keys. */
 INLINE __m512 products(const int wide, const char *query, const char *const *keys, long offset, long dim) {
     __m512 sums[LANES];
