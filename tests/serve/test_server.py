@@ -241,8 +241,8 @@ def test_prefixes_are_shared_within_a_salt_until_they_are_forgotten(server: Serv
 
 
 def test_a_pause_holds_requests_where_they_are(server: Server) -> None:
-    ask = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
-    whole = texts(server.complete([5, 6, 7], 1500, ignore_eos=True))
+    ask = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
+    whole = texts(server.complete([5, 6, 7], 4000, ignore_eos=True))
     pieces: list[str] = []
     started = threading.Event()
 

@@ -61,8 +61,8 @@ def answer(add: Add) -> Iterator[int]:
 
 
 def test_conversation() -> None:
-    with FrontServer(1, reply=answer, tick_s=0.005) as server:
-        terminal = Terminal(server.url + "/v1", "temperature=0.5", "max_tokens=4000")
+    with FrontServer(1, reply=answer, tick_s=0.02) as server:
+        terminal = Terminal(server.url + "/v1", "temperature=0.5", "max_tokens=400")
         try:
             terminal.expect("> ")
             terminal.type("hello\n")
