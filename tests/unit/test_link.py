@@ -92,15 +92,21 @@ def test_what_the_router_said_and_was_lost_shows_at_the_rank() -> None:
 
 
 def test_what_the_rank_said_and_was_lost_shows_at_the_router() -> None:
+    ready = threading.Event()  # what is lost before counts as a start that failed
+
     def rank(endpoint: str, keys: RankKeys) -> None:
         link = welcomed(endpoint, keys)
-        link.lose("to_router", 1)
-        for text in ("lost", "comes"):
-            link.send(LogLine(0, 20, text))
-        link.wait(20)
-        link.close()
+        try:
+            assert ready.wait(20)
+            link.lose("to_router", 1)
+            for text in ("lost", "comes"):
+                link.send(LogLine(0, 20, text))
+            link.wait(20)
+        finally:
+            link.close()
 
     async def router(it: Router) -> None:
+        ready.set()
         assert await asyncio.wait_for(link_of(it).wait_down(), 20) == "rank 0: 1 message was lost on the way"
         link_of(it).roster.shut_down([0])
 

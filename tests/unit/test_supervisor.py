@@ -263,7 +263,9 @@ def test_a_poisoned_request_fails_and_the_others_finish(tmp_path: Path) -> None:
             poison = router.submit([13], Sampling(max_tokens=100_000))
             others = [router.submit([number], Sampling(max_tokens=300)) for number in range(5)]
             for epoch in (1, 2):
+                heard = len(poison.emitted)
                 await until(lambda epoch=epoch: poison.link is not None and poison.link.epoch == epoch)  # type: ignore[misc]
+                await until(lambda heard=heard: len(poison.emitted) > heard)  # type: ignore[misc]
                 [life] = (life for life in FakeGang.lives if life.epoch == epoch)  # the last one may be a spare
                 life.end("failed: ValueError: poison", poison.rank)
             with pytest.raises(RequestPoisoned, match="ValueError: poison"):
