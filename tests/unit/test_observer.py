@@ -3,9 +3,9 @@
 import json
 import os
 import signal
-import time
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
