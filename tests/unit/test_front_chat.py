@@ -19,6 +19,11 @@ from tests.front_server import FrontServer, small_text
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def heed_interrupts() -> None:
+    """Who runs these tests in the background of a shell has Ctrl-C ignored, and so have its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Terminal:
     """A chat process on a pseudo terminal."""
 
@@ -26,7 +31,13 @@ class Terminal:
         code = f"import sys; from launcher.chat import run_chat; sys.exit(run_chat({url!r}, {', '.join(arguments)}))"
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=heed_interrupts,
         )
         os.close(slave)
         os.set_blocking(self._master, False)
