@@ -103,7 +103,7 @@ def _walked(
     if len(walk.rows) < len(q_nope):
         rows = torch.from_numpy(walk.rows)
         q_nope, q_rope = q_nope.index_select(0, rows), q_rope.index_select(0, rows)
-        walk = walk.in_order()
+        walk = walk.in_order
     queries = torch.cat((_into_latent(q_nope, key_up), q_rope), dim=-1)
     return _out_of_latent(walk_attention(queries, cache, walk, _latents(key_up), scale), value_up)
 

@@ -1,5 +1,5 @@
-/* What is computed row by row, in fp32 or bf16: roundings are where torch has them, so that a row's bits
- * are its own and, but for the order of sums, torch's.
+/* What is computed row by row, in fp32 or bf16. A row's bits are its own. Roundings are where torch has them: but for
+ * the order of sums, and e^x, the bits are torch's.
  */
 #include <math.h>
 #include <string.h>

@@ -6,6 +6,7 @@ values are read where they lie.
 
 import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ class Walk:
             window=window,
         )  # of all layers: what belongs to one is set when it walks
 
+    @cached_property
     def in_order(self) -> "Walk":
         """The same queries where rows 0, 1, ... are theirs."""
         return Walk(np.arange(len(self.rows)), self.sequences, self.positions, self.tables, self.arguments.window)
