@@ -102,12 +102,13 @@ def _announce(config: DeploymentConfig, service: Service, listener: socket.socke
     url, name = server_url(listener, config), service.model_name
     ranks = f"{config.dp} rank{'s' if config.dp > 1 else ''}"
     ranks = f"{config.replicas} x {ranks}" if config.replicas > 1 else ranks
-    body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    body: dict[str, Any] = {"model": name, "temperature": 0, "max_tokens": 60}
     print(f"ready  {url}  model {name}  {ranks}  {terminal.seconds():.1f} s")
     if service.text.has_chat_template:
         path = "chat/completions"
+        body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
     else:
-        path, body = "completions", {"model": name, "prompt": "Once upon a time"}
+        path, body["prompt"] = "completions", "Once upon a time"
     print(f"try    curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'", flush=True)
 
 
